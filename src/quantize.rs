@@ -1,0 +1,441 @@
+//! Whole models: decide what becomes of every tensor, then read, encode and write in parallel.
+//!
+//! [`plan`] makes all decisions and finds all errors that can be found without reading weights. [`run`]
+//! then streams: every worker reads a few rows, encodes them and writes them at their final place, so
+//! that memory is a few megabytes per thread, whatever the size of the model.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rayon::prelude::*;
+use serde_json::{Map, Value as Json, json};
+use wildmatch::WildMatch;
+
+use crate::container::arch::{self, Arch, RowOrder};
+use crate::container::{Container, Details, OutputFile, RowReader, Scratch, TensorInfo, hfq};
+use crate::error::{Error, Result};
+use crate::format::{Format, ScaleRounding, Standing};
+use crate::tensor::{EncodeOptions, StripEncoder};
+
+/// What a tensor is for, told by its name and shape.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// A weight matrix that activations are multiplied with.
+    Matrix,
+    /// A table that rows are looked up in.
+    Embedding,
+    /// The vocabulary projection.
+    Head,
+    /// Norms, biases and everything else that is no matrix.
+    Small,
+}
+
+impl Role {
+    /// The role of a tensor with a Hugging Face name.
+    pub fn of(name: &str, shape: &[u64]) -> Role {
+        let matrix = shape.len() == 2 && shape.iter().all(|d| *d > 1) && name.ends_with("weight");
+        let embedding = ["embed_tokens", "embeddings.", "wte.", "wpe.", "token_embd"].iter().any(|e| name.contains(e));
+        match (matrix, embedding) {
+            (false, _) => Role::Small,
+            (true, true) => Role::Embedding,
+            (true, false) if name.ends_with("lm_head.weight") => Role::Head,
+            (true, false) => Role::Matrix,
+        }
+    }
+}
+
+/// Which format every tensor gets.
+#[derive(Debug, Clone)]
+pub struct Recipe {
+    /// Format of weight matrices and of the head.
+    pub format: Format,
+    /// Format of the token embedding (by convention Q8_0).
+    pub embedding: Format,
+    /// Format of the vocabulary projection; `None` is [`format`](Self::format).
+    pub head: Option<Format>,
+    /// Format of norms and biases (by convention F16).
+    pub small: Format,
+    /// Name patterns (`*` and `?`) with the format of what they match; the last match wins.
+    pub overrides: Vec<(String, Format)>,
+    /// Name patterns of tensors to leave out.
+    pub skip: Vec<String>,
+    /// How scales and zeros become halves.
+    pub rounding: ScaleRounding,
+}
+
+impl Recipe {
+    /// The documented defaults: matrices and head in `format`, embedding Q8_0, everything else F16.
+    pub fn new(format: Format) -> Self {
+        Recipe {
+            format,
+            embedding: Format::Q8_0,
+            head: None,
+            small: Format::F16,
+            overrides: Vec::new(),
+            skip: Vec::new(),
+            rounding: ScaleRounding::default(),
+        }
+    }
+
+    /// Every matrix in one format, embedding and head included.
+    pub fn pure(format: Format) -> Self {
+        Recipe { embedding: format, ..Recipe::new(format) }
+    }
+
+    fn choose(&self, name: &str, shape: &[u64]) -> Format {
+        if let Some((_, f)) = self.overrides.iter().rev().find(|(p, _)| WildMatch::new(p).matches(name)) {
+            return *f;
+        }
+        match Role::of(name, shape) {
+            Role::Matrix => self.format,
+            Role::Embedding => self.embedding,
+            Role::Head => self.head.unwrap_or(self.format),
+            Role::Small => self.small,
+        }
+    }
+}
+
+/// What becomes of one tensor.
+#[derive(Debug, Clone)]
+pub struct Step {
+    /// Index into [`Container::tensors`].
+    pub source: usize,
+    /// Name that is written.
+    pub name: String,
+    /// Format that is written.
+    pub format: Format,
+    /// Logical shape.
+    pub shape: Vec<u64>,
+    /// Bytes of the blob.
+    pub bytes: u64,
+    rows: RowOrder,
+    add: f32,
+}
+
+/// All decisions about one model.
+#[derive(Debug)]
+pub struct Plan<'a> {
+    source: &'a Container,
+    /// One step per tensor that is written, in the source's order.
+    pub steps: Vec<Step>,
+    /// What a person should know before trusting the result.
+    pub warnings: Vec<String>,
+    rounding: ScaleRounding,
+    layout: hfq::Layout,
+}
+
+impl Plan<'_> {
+    /// Weights that will be encoded, padding not counted.
+    pub fn weights(&self) -> u64 {
+        self.steps.iter().map(|s| s.shape.iter().product::<u64>()).sum()
+    }
+    /// Length of the file that will be written.
+    pub fn file_len(&self) -> u64 {
+        self.layout.len
+    }
+}
+
+/// What a caller sees of a running [`run`]: called from several threads.
+pub trait Progress: Sync {
+    /// `weights` more weights are written.
+    fn advance(&self, weights: u64);
+    /// Whether to stop; asked before every chunk.
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+/// Reports nothing and never stops.
+impl Progress for () {
+    fn advance(&self, _weights: u64) {}
+}
+
+/// Decides what becomes of every tensor of `source`, for a .hfq file.
+///
+/// # Errors
+/// [`Error::UnsupportedModel`] for models that cannot be converted, [`Error::UnsupportedTensor`] for types that
+/// are not decoded, [`Error::Shape`] and [`Error::NotStorable`] for formats that do not fit, [`Error::Usage`] for a
+/// pattern that matches nothing.
+pub fn plan<'a>(source: &'a Container, recipe: &Recipe) -> Result<Plan<'a>> {
+    let arch = match source.details() {
+        Details::Gguf(header) => Some((Arch::of(source.name(), header)?, header)),
+        _ => None,
+    };
+    let mut warnings = Vec::new();
+    let mut used = vec![false; recipe.overrides.len() + recipe.skip.len()];
+    let mut steps = Vec::new();
+    for (i, tensor) in source.tensors().iter().enumerate() {
+        let mapped = match arch {
+            Some((a, header)) => a.map(header, &tensor.name),
+            None => Some(arch::Mapped { name: tensor.name.clone(), rows: RowOrder::Same, add: 0.0 }),
+        };
+        let mapped = mapped.unwrap_or_else(|| {
+            warnings.push(format!("tensor {} has no Hugging Face name; it keeps its own", tensor.name));
+            arch::Mapped { name: tensor.name.clone(), rows: RowOrder::Same, add: 0.0 }
+        });
+        let matches = |p: &str| {
+            let p = WildMatch::new(p);
+            p.matches(&mapped.name) || p.matches(&tensor.name)
+        };
+        for (n, (p, _)) in recipe.overrides.iter().enumerate() {
+            used[n] |= matches(p);
+        }
+        let mut skipped = false;
+        for (n, p) in recipe.skip.iter().enumerate() {
+            let hit = matches(p);
+            used[recipe.overrides.len() + n] |= hit;
+            skipped |= hit;
+        }
+        if skipped {
+            warnings.push(format!("tensor {} is left out, as asked", tensor.name));
+            continue;
+        }
+        if mapped.name.contains(".experts.") || mapped.name.contains("_exps.") {
+            let what = format!("tensor {} belongs to a mixture of experts, which is not supported", tensor.name);
+            return Err(Error::UnsupportedModel { file: source.name().into(), what });
+        }
+        source.rows(tensor)?; // refuses what cannot be decoded
+        let by_source_name = recipe.overrides.iter().rev().find(|(p, _)| matches(p)).map(|(_, f)| *f);
+        let format = by_source_name.unwrap_or_else(|| recipe.choose(&mapped.name, &tensor.logical_shape));
+        check_rows(source, tensor, &mapped)?;
+        let (stored, bytes) = {
+            let (m, k) = tensor.matrix();
+            crate::tensor::geometry(&mapped.name, format, m, k)?
+        };
+        debug_assert!(stored >= tensor.matrix().1);
+        steps.push(Step {
+            source: i,
+            name: mapped.name,
+            format,
+            shape: tensor.logical_shape.clone(),
+            bytes: bytes as u64,
+            rows: mapped.rows,
+            add: mapped.add,
+        });
+    }
+    let patterns = recipe.overrides.iter().map(|(p, _)| p).chain(&recipe.skip);
+    if let Some((_, p)) = used.iter().zip(patterns).find(|(used, _)| !**used) {
+        return Err(Error::Usage(format!("{}: pattern {p:?} matches no tensor", source.name())));
+    }
+    if steps.is_empty() {
+        return Err(Error::UnsupportedModel { file: source.name().into(), what: "it has no tensors".into() });
+    }
+    warnings.extend(standing_warnings(&steps));
+    let (id, metadata) = metadata(source, arch, recipe.rounding, &steps)?;
+    let entries: Vec<hfq::Entry> = steps
+        .iter()
+        .map(|s| hfq::Entry { name: s.name.clone(), format: s.format, shape: s.shape.clone() })
+        .collect();
+    let layout = hfq::layout(id, metadata, &entries)?;
+    Ok(Plan { source, steps, warnings, rounding: recipe.rounding, layout })
+}
+
+/// Interleaved rows need whole heads, and the source's rows to be readable one by one.
+fn check_rows(source: &Container, tensor: &TensorInfo, mapped: &arch::Mapped) -> Result<()> {
+    if let RowOrder::Interleaved { head } = mapped.rows {
+        // A bias is a vector whose elements are the rows.
+        let m = if tensor.logical_shape.len() == 1 { tensor.matrix().1 } else { tensor.matrix().0 };
+        if !m.is_multiple_of(head) {
+            let what = format!("tensor {}: {m} rows are no multiple of the head size {head}", tensor.name);
+            return Err(Error::UnsupportedModel { file: source.name().into(), what });
+        }
+    }
+    Ok(())
+}
+
+fn standing_warnings(steps: &[Step]) -> Vec<String> {
+    let mut formats: Vec<Format> = steps.iter().map(|s| s.format).collect();
+    formats.sort();
+    formats.dedup();
+    let notes = formats.iter().filter(|f| f.spec().standing != Standing::Product);
+    notes.map(|f| format!("{f}: {}", f.spec().standing.note())).collect()
+}
+
+/// Architecture id and JSON of the file to be written.
+fn metadata(
+    source: &Container,
+    arch: Option<(&Arch, &crate::container::gguf::Header)>,
+    rounding: ScaleRounding,
+    steps: &[Step],
+) -> Result<(u32, Map<String, Json>)> {
+    let bad = |name: &str, e: serde_json::Error| Error::UnsupportedModel {
+        file: source.name().into(),
+        what: format!("{name} beside it is not JSON: {e}"),
+    };
+    let mut m = Map::new();
+    let mut id = hfq::NO_ARCHITECTURE;
+    let mut model_type = String::from("unknown");
+    match (source.details(), arch) {
+        (Details::Gguf(header), Some((arch, _))) => {
+            let step = |name: &str| steps.iter().find(|s| s.name == name);
+            let vocab = step("model.embed_tokens.weight").and_then(|s| s.shape.first().copied());
+            id = arch.hfq;
+            model_type = arch.model_type.into();
+            m.insert("source".into(), "gguf".into());
+            m.insert("config".into(), arch.config(header, vocab, step("lm_head.weight").is_none()));
+            let tokenizer = header.meta.iter().filter(|(k, _)| k.starts_with("tokenizer.") || k.starts_with("general."));
+            m.insert("gguf_meta".into(), tokenizer.map(|(k, v)| (k.clone(), v.to_json())).collect::<Map<_, _>>().into());
+            let rope = format!("{}.rope.", header.architecture());
+            let extra = header.meta.iter().filter(|(k, _)| k.starts_with(&rope));
+            m.insert("gguf_rope".into(), extra.map(|(k, v)| (k.clone(), v.to_json())).collect::<Map<_, _>>().into());
+        }
+        (Details::Safetensors(beside), _) => {
+            m.insert("source".into(), "safetensors".into());
+            for (file, text) in beside {
+                if *file == "tokenizer.json" {
+                    m.insert("tokenizer".into(), text.as_str().into());
+                } else {
+                    let value: Json = serde_json::from_str(text).map_err(|e| bad(file, e))?;
+                    m.insert(file.trim_end_matches(".json").into(), value);
+                }
+            }
+            if let Some(t) = m.get("config").and_then(|c| c["model_type"].as_str()) {
+                model_type = t.into();
+                id = arch::hfq_id(t);
+            }
+        }
+        (Details::Hfq(header), _) => {
+            id = header.architecture;
+            for (key, raw) in &header.metadata {
+                if key != "bitlane" {
+                    m.insert(key.clone(), serde_json::from_str(raw.get()).map_err(|e| bad(key, e))?);
+                }
+            }
+            if let Some(a) = m.get("architecture").and_then(Json::as_str) {
+                model_type = a.into();
+            }
+        }
+        (Details::Gguf(_), None) => {}
+    }
+    m.insert("architecture".into(), model_type.as_str().into());
+    let mut ours = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "source_file": Path::new(source.name()).file_name().map(|n| n.to_string_lossy()),
+        "source_bytes": source.file_len(),
+        "scale_rounding": match rounding { ScaleRounding::NearestEven => "nearest-even", ScaleRounding::TowardZero => "toward-zero" },
+    });
+    if id == hfq::NO_ARCHITECTURE {
+        ours["architecture_id"] = format!("the .hfq register has no id for {model_type}: readers must refuse, not guess").into();
+    }
+    m.insert("bitlane".into(), ours);
+    Ok((id, m))
+}
+
+/// Weights that a worker encodes at a time: 1 MiB of f32, which stays in its cache.
+const CHUNK: usize = 1 << 18;
+
+/// Encodes every tensor of a plan into `out`, on the current rayon pool.
+///
+/// # Errors
+/// [`Error::Cancelled`], [`Error::Io`], and what encoding finds ([`Error::NonFinite`], [`Error::OutOfRange`]). In
+/// every case `out` is as it was before.
+pub fn run(plan: &Plan, out: &Path, progress: &dyn Progress) -> Result<()> {
+    let file = OutputFile::create(out, plan.layout.len)?;
+    file.write_at(0, &plan.layout.header)?;
+    let mut jobs = Vec::new();
+    let mut workers = Vec::new();
+    for (step, (offset, _)) in plan.steps.iter().zip(&plan.layout.blobs) {
+        let worker = Worker::new(plan, step, *offset)?;
+        let strips = worker.m / worker.unit;
+        let per = (CHUNK / (worker.unit * worker.k).max(1)).max(1);
+        jobs.extend((0..strips).step_by(per).map(|s| (workers.len(), s..(s + per).min(strips))));
+        workers.push(worker);
+    }
+    let done = AtomicU64::new(0);
+    jobs.par_iter().try_for_each_init(Buffers::default, |buffers, (w, strips)| {
+        if progress.cancelled() {
+            return Err(Error::Cancelled);
+        }
+        let worker = &workers[*w];
+        worker.encode(strips.clone(), &file, buffers)?;
+        let weights = (strips.len() * worker.unit * worker.k) as u64;
+        done.fetch_add(weights, Ordering::Relaxed);
+        progress.advance(weights);
+        Ok(())
+    })?;
+    debug_assert_eq!(done.load(Ordering::Relaxed), plan.weights());
+    if progress.cancelled() {
+        return Err(Error::Cancelled);
+    }
+    file.commit()
+}
+
+#[derive(Default)]
+struct Buffers {
+    scratch: Scratch,
+    weights: Vec<f32>,
+    gather: Vec<f32>,
+    stored: Vec<f32>,
+    bytes: Vec<u8>,
+}
+
+/// Encodes strips of one tensor.
+struct Worker<'a> {
+    reader: RowReader<'a>,
+    encoder: StripEncoder<'a>,
+    rows: RowOrder,
+    add: f32,
+    m: usize,
+    k: usize,
+    /// Rows in a strip of the written format.
+    unit: usize,
+    strip_len: usize,
+    offset: u64,
+}
+
+impl<'a> Worker<'a> {
+    fn new(plan: &'a Plan, step: &'a Step, offset: u64) -> Result<Self> {
+        let reader = plan.source.rows(&plan.source.tensors()[step.source])?;
+        let (m, k) = reader.shape();
+        let options = EncodeOptions { rounding: plan.rounding, awq: None };
+        let encoder = StripEncoder::new(&step.name, step.format, k, &options)?;
+        let (stored_k, _) = crate::tensor::geometry(&step.name, step.format, m, k)?;
+        let strip_len = step.format.strip_len(stored_k);
+        Ok(Worker { reader, encoder, rows: step.rows, add: step.add, m, k, unit: step.format.spec().block_rows, strip_len, offset })
+    }
+
+    fn encode(&self, strips: std::ops::Range<usize>, file: &OutputFile, b: &mut Buffers) -> Result<()> {
+        let rows = strips.start * self.unit..strips.end * self.unit;
+        b.weights.resize(rows.len() * self.k, 0.0);
+        self.read(rows.clone(), b)?;
+        if self.add != 0.0 {
+            b.weights.iter_mut().for_each(|w| *w += self.add);
+        }
+        b.bytes.resize(strips.len() * self.strip_len, 0);
+        let sources = b.weights.chunks_exact(self.unit * self.k);
+        for (i, (w, out)) in sources.zip(b.bytes.chunks_exact_mut(self.strip_len)).enumerate() {
+            self.encoder.encode(rows.start + i * self.unit, w, &mut b.stored, out)?;
+        }
+        file.write_at(self.offset + (strips.start * self.strip_len) as u64, &b.bytes)
+    }
+
+    /// Reads rows in the model's order.
+    fn read(&self, rows: std::ops::Range<usize>, b: &mut Buffers) -> Result<()> {
+        let RowOrder::Interleaved { head } = self.rows else {
+            return self.reader.read(rows, &mut b.scratch, &mut b.weights);
+        };
+        if self.m == 1 {
+            // A bias: its elements are the rows.
+            b.gather.resize(self.k, 0.0);
+            self.reader.read(0..1, &mut b.scratch, &mut b.gather)?;
+            for (i, w) in b.weights.iter_mut().enumerate() {
+                *w = b.gather[self.rows.source(i)];
+            }
+            return Ok(());
+        }
+        // Rows move within a head only: read whole heads at once.
+        let heads = rows.start / head * head..(rows.end.div_ceil(head) * head).min(self.m);
+        b.gather.resize(heads.len() * self.k, 0.0);
+        self.reader.read(heads.clone(), &mut b.scratch, &mut b.gather)?;
+        for (r, w) in rows.zip(b.weights.chunks_exact_mut(self.k)) {
+            w.copy_from_slice(&b.gather[(self.rows.source(r) - heads.start) * self.k..][..self.k]);
+        }
+        Ok(())
+    }
+}
+
+/// A line about what a recipe does to a format's padding: stored bits per logical weight.
+pub fn bits_per_weight(step: &Step) -> f64 {
+    step.bytes as f64 * 8.0 / step.shape.iter().product::<u64>().max(1) as f64
+}
+
