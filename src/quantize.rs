@@ -82,10 +82,8 @@ impl Recipe {
         Recipe { embedding: format, ..Recipe::new(format) }
     }
 
-    fn choose(&self, name: &str, shape: &[u64]) -> Format {
-        if let Some((_, f)) = self.overrides.iter().rev().find(|(p, _)| WildMatch::new(p).matches(name)) {
-            return *f;
-        }
+    /// What a tensor gets where no pattern says otherwise.
+    fn by_role(&self, name: &str, shape: &[u64]) -> Format {
         match Role::of(name, shape) {
             Role::Matrix => self.format,
             Role::Embedding => self.embedding,
@@ -190,19 +188,20 @@ pub fn plan<'a>(source: &'a Container, recipe: &Recipe) -> Result<Plan<'a>> {
             warnings.push(format!("tensor {} is left out, as asked", tensor.name));
             continue;
         }
+        if source.is_awq_sidecar(tensor) {
+            warnings.push(format!("tensor {} is dropped: its scales are divided out of the weights again", tensor.name));
+            continue;
+        }
         if mapped.name.contains(".experts.") || mapped.name.contains("_exps.") {
             let what = format!("tensor {} belongs to a mixture of experts, which is not supported", tensor.name);
             return Err(Error::UnsupportedModel { file: source.name().into(), what });
         }
         source.rows(tensor)?; // refuses what cannot be decoded
-        let by_source_name = recipe.overrides.iter().rev().find(|(p, _)| matches(p)).map(|(_, f)| *f);
-        let format = by_source_name.unwrap_or_else(|| recipe.choose(&mapped.name, &tensor.logical_shape));
+        let overridden = recipe.overrides.iter().rev().find(|(p, _)| matches(p)).map(|(_, f)| *f);
+        let format = overridden.unwrap_or_else(|| recipe.by_role(&mapped.name, &tensor.logical_shape));
         check_rows(source, tensor, &mapped)?;
-        let (stored, bytes) = {
-            let (m, k) = tensor.matrix();
-            crate::tensor::geometry(&mapped.name, format, m, k)?
-        };
-        debug_assert!(stored >= tensor.matrix().1);
+        let (m, k) = tensor.matrix();
+        let (_, bytes) = crate::tensor::geometry(&mapped.name, format, m, k)?;
         steps.push(Step {
             source: i,
             name: mapped.name,
@@ -433,9 +432,3 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 }
-
-/// A line about what a recipe does to a format's padding: stored bits per logical weight.
-pub fn bits_per_weight(step: &Step) -> f64 {
-    step.bytes as f64 * 8.0 / step.shape.iter().product::<u64>().max(1) as f64
-}
-

@@ -11,7 +11,7 @@ use serde_json::Value;
 const ROUNDINGS: [(&str, ScaleRounding); 2] =
     [("nearest_even", ScaleRounding::NearestEven), ("toward_zero", ScaleRounding::TowardZero)];
 
-const V2: [(usize, Format, Format); 5] = [
+const WIDTHS: [(usize, Format, Format); 5] = [
     (2, Format::Mq2V2, Format::Mq2V1),
     (3, Format::Mq3V2, Format::Mq3V1),
     (4, Format::Mq4V2, Format::Mq4V1),
@@ -83,6 +83,10 @@ impl Case {
         tensor
     }
 
+    fn encoded(&self, format: Format) -> QuantTensor {
+        QuantTensor::encode("golden", format, 1, 256, &self.plain, &EncodeOptions::default()).unwrap()
+    }
+
     /// ‖decoded − rotated‖ / ‖rotated‖.
     fn relative_rms(&self, tensor: &QuantTensor) -> f64 {
         let square = |v: f64| v * v;
@@ -104,10 +108,10 @@ fn mq_signs() {
 #[test]
 fn mq_rotation() {
     for case in cases() {
-        let first: Vec<f64> =
-            case.json["rotated_first8"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
-        let got: Vec<f64> = case.rotated[..8].iter().map(|v| f64::from(*v)).collect();
-        assert_eq!(got, first, "{}", case.name);
+        let first = case.json["rotated_first8"].as_array().unwrap().iter();
+        // As f32: serde_json's f64 may be off in its last place.
+        let first: Vec<f32> = first.map(|v| v.as_f64().unwrap() as f32).collect();
+        assert_eq!(case.rotated[..8], first, "{}", case.name);
         let x = Activation::new(case.plain.clone(), 1, 256).unwrap();
         assert_eq!(oracle::rotate(&x, None).unwrap().data(), case.rotated, "{}: the oracle's rotate", case.name);
     }
@@ -116,7 +120,7 @@ fn mq_rotation() {
 #[test]
 fn mq_v2_groups() {
     for case in cases() {
-        for (bits, v2, _) in V2 {
+        for (bits, v2, _) in WIDTHS {
             for (key, rounding) in ROUNDINGS {
                 let json = &case.json["bits"][bits.to_string()][key];
                 let tensor = case.check(v2, rounding, &json["group_hex"]);
@@ -141,7 +145,7 @@ fn mq4c_groups() {
 #[test]
 fn mq_v1_groups() {
     for case in cases() {
-        for (bits, _, v1) in V2 {
+        for (bits, _, v1) in WIDTHS {
             for (_, rounding) in ROUNDINGS {
                 case.check(v1, rounding, &case.json["bits"][bits.to_string()]["v1_group_hex"]);
             }
@@ -152,17 +156,11 @@ fn mq_v1_groups() {
 #[test]
 fn the_degenerate_case_is_degenerate() {
     let case = cases().pop().unwrap();
-    for (_, v2, _) in V2 {
-        let segments = reference::row(v2, case.check_bytes(v2).bytes(), 0, 256);
+    for (_, v2, _) in WIDTHS {
+        let segments = reference::row(v2, case.encoded(v2).bytes(), 0, 256);
         assert!(segments[1].scale == 0.0 && segments[1].q.iter().all(|q| *q == 0.0), "{v2}: {:?}", segments[1]);
         assert!(segments[1].weights().all(|w| w == 100.0), "{v2}");
         assert!(segments[0].scale > 0.0);
-    }
-}
-
-impl Case {
-    fn check_bytes(&self, format: Format) -> QuantTensor {
-        QuantTensor::encode("golden", format, 1, 256, &self.plain, &EncodeOptions::default()).unwrap()
     }
 }
 
@@ -170,8 +168,8 @@ impl Case {
 #[test]
 fn v2_halves_are_not_interchangeable() {
     let case = &cases()[2];
-    for (_, v2, _) in V2 {
-        let tensor = case.check_bytes(v2);
+    for (_, v2, _) in WIDTHS {
+        let tensor = case.encoded(v2);
         let mut swapped = tensor.bytes().to_vec();
         let (a, b) = swapped[..mq::HEADER].split_at_mut(4);
         a.swap_with_slice(b);
@@ -196,8 +194,8 @@ fn t2_tensor(m: usize, k: usize, bytes: Vec<u8>) -> QuantTensor {
 /// Trits and scales of a matrix as its generator drew them, `[M][K]` and `[M][K/128]`.
 fn drawn(seed: u32, m: usize, k: usize) -> (Vec<i8>, Vec<f16>) {
     let mut lcg = Lcg::new(seed);
-    let trits = (0..m * k).map(|_| lcg.trit()).collect();
-    let scales = (0..m * k / 128).map(|_| lcg.half()).collect();
+    let trits = (0..m * k).map(|_| (lcg.bits() % 3) as i8 - 1).collect();
+    let scales = (0..m * k / 128).map(|_| f16::from_bits(0x2000 + (lcg.bits() & 0x1fff))).collect();
     (trits, scales)
 }
 
@@ -224,7 +222,6 @@ fn check_gemv(w: QuantTensor, x: Vec<f32>, expected: &str) -> Vec<f64> {
     let y = oracle::gemv(&w, &Activation::new(x, 1, k).unwrap(), None).unwrap();
     let expected: Vec<f64> = expected.lines().map(|l| l.parse().unwrap()).collect();
     assert_eq!(y.value, expected);
-    assert_eq!(oracle::gemm(&w, &Activation::new(ramp(k, 7), 1, k).unwrap(), None).unwrap().value.len(), w.m());
     y.value
 }
 
@@ -282,11 +279,11 @@ fn t2_matrix() {
     ] {
         assert_eq!(bytes[code] >> shift & 3, pattern, "({row}, {col})");
         assert_eq!(u16::from_le_bytes([bytes[scale], bytes[scale + 1]]), half, "({row}, {col})");
-        assert_eq!(decoded[row * k + col], w, "({row}, {col})");
+        assert_eq!(f64::from(decoded[row * k + col]), w, "({row}, {col})");
         let tile = t2::tiles(&bytes).nth(tile).unwrap();
         assert_eq!(tile.pattern(row % 32, col % 256), pattern);
         assert_eq!(tile.scale(row % 32, col % 256 / 128).to_bits(), half);
-        assert_eq!(tile.weight(row % 32, col % 256), w);
+        assert_eq!(f64::from(tile.weight(row % 32, col % 256)), w);
     }
     let (trits, scales) = drawn(2, m, k);
     assert_eq!(packed(&trits, &scales, m, k), bytes);

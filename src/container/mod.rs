@@ -231,6 +231,12 @@ impl Container {
         QuantTensor::new(name, *format, m, k, bytes, self.awq(tensor)?)
     }
 
+    /// Whether a tensor is the AWQ vector of another one in the file.
+    pub fn is_awq_sidecar(&self, tensor: &TensorInfo) -> bool {
+        let stem = tensor.name.strip_suffix(".awq_scale.weight").filter(|_| self.kind() == "hfq");
+        stem.is_some_and(|stem| self.by_name.contains_key(&format!("{stem}.weight")))
+    }
+
     /// The AWQ sidecar of a rotated tensor: `<stem>.awq_scale.weight`, fp16, length K.
     fn awq(&self, tensor: &TensorInfo) -> Result<Option<Arc<Awq>>> {
         let (Details::Hfq(_), Some(stem)) = (&self.details, tensor.name.strip_suffix(".weight")) else { return Ok(None) };

@@ -124,7 +124,13 @@ pub(super) fn read_index(path: &Path) -> Result<(Vec<Bytes>, Vec<TensorInfo>)> {
         infos.extend(read(&bytes, i)?);
         files.push(bytes);
     }
-    let found: BTreeMap<&str, usize> = infos.iter().map(|t| (t.name.as_str(), t.file)).collect();
+    let mut found: BTreeMap<&str, usize> = BTreeMap::new();
+    for t in &infos {
+        if let Some(other) = found.insert(&t.name, t.file) {
+            let what = format!("tensor {} is in both {} and {}", t.name, shards[other], shards[t.file]);
+            return Err(malformed(&index, NAME, 0, what));
+        }
+    }
     for (name, shard) in &parsed.weight_map {
         if found.get(name.as_str()).map(|f| shards[*f]) != Some(shard) {
             return Err(Error::NoSuchTensor { file: path.with_file_name(shard).display().to_string(), tensor: name.clone() });

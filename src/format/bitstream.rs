@@ -34,7 +34,7 @@ pub fn unpack<const BITS: usize>(bytes: &[u8], codes: &mut [u8]) {
 
 /// The low `n` bits of every `step`-bit field.
 const fn fields(n: usize, step: usize) -> u64 {
-    let ones = if n >= 64 { u64::MAX } else { (1u64 << n) - 1 };
+    let ones = (1u64 << n) - 1;
     let mut mask = 0;
     let mut at = 0;
     while at < 64 {
@@ -44,24 +44,28 @@ const fn fields(n: usize, step: usize) -> u64 {
     mask
 }
 
+/// In every lane of `2 * step` bits, the `n` low bits of the upper half move down to those of the lower.
+#[inline(always)]
+const fn close_step(x: u64, n: usize, step: usize) -> u64 {
+    let low = fields(n, 2 * step);
+    (x & low) | ((x >> (step - n)) & (low << n))
+}
+
+/// The inverse of [`close_step`].
+#[inline(always)]
+const fn open_step(x: u64, n: usize, step: usize) -> u64 {
+    let low = fields(n, 2 * step);
+    (x & low) | ((x << (step - n)) & (low << step))
+}
+
 #[inline(always)]
 fn close<const BITS: usize>(x: u64) -> u64 {
-    let b = BITS;
-    let x = x & fields(b, 8);
-    let x = (x | (x >> (8 - b))) & fields(2 * b, 16);
-    let x = (x | (x >> (2 * (8 - b)))) & fields(4 * b, 32);
-    if b == 8 { x } else { (x | (x >> (4 * (8 - b)))) & fields(8 * b, 64) }
+    close_step(close_step(close_step(x, BITS, 8), 2 * BITS, 16), 4 * BITS, 32)
 }
 
 #[inline(always)]
 fn open<const BITS: usize>(x: u64) -> u64 {
-    let b = BITS;
-    if b == 8 {
-        return x;
-    }
-    let x = (x | (x << (4 * (8 - b)))) & fields(4 * b, 32);
-    let x = (x | (x << (2 * (8 - b)))) & fields(2 * b, 16);
-    (x | (x << (8 - b))) & fields(b, 8)
+    open_step(open_step(open_step(x, 4 * BITS, 32), 2 * BITS, 16), BITS, 8)
 }
 
 #[cfg(test)]

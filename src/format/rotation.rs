@@ -58,54 +58,39 @@ pub fn inverse(x: &mut [f32]) {
     rotate(x, &SIGNS2, &SCALED1);
 }
 
-#[multiversion(targets("x86_64+avx2+bmi2+f16c"))]
+// AVX-512's two-source permutes make this loop more than twice as fast; no other codec gains from them.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2+bmi2+f16c"))]
 fn rotate(x: &mut [f32], before: &[f32; BLOCK], after: &[f32; BLOCK]) {
     for block in x.as_chunks_mut::<BLOCK>().0 {
         rotate_block(block, before, after);
     }
 }
 
-/// One block as a 16 x 16 square: the four small strides run down the columns of its transpose and
-/// the four large ones down its own, so that every butterfly is a whole vector.
+/// One block, out of place: each step pairs neighbours and puts sums into the lower half and differences into
+/// the upper, so that the bit of the index it worked on moves to the top and the next one becomes the lowest.
+/// After eight steps every bit is back in its place. Every step is the same loop over whole vectors, and no
+/// value meets another partner, order or rounding than in the definition.
 #[inline(always)]
 fn rotate_block(x: &mut [f32; BLOCK], before: &[f32; BLOCK], after: &[f32; BLOCK]) {
-    let mut t = [[0f32; 16]; 16];
-    for i in 0..16 {
-        for j in 0..16 {
-            t[j][i] = x[16 * i + j] * before[16 * i + j];
-        }
+    let (mut a, mut b) = ([0f32; BLOCK], [0f32; BLOCK]);
+    for i in 0..BLOCK {
+        a[i] = x[i] * before[i];
     }
-    butterflies(&mut t);
-    let mut u = [[0f32; 16]; 16];
-    for i in 0..16 {
-        for j in 0..16 {
-            u[i][j] = t[j][i];
-        }
+    for _ in 0..4 {
+        butterflies(&a, &mut b);
+        butterflies(&b, &mut a);
     }
-    butterflies(&mut u);
-    for i in 0..16 {
-        for j in 0..16 {
-            x[16 * i + j] = u[i][j] * after[16 * i + j];
-        }
+    for i in 0..BLOCK {
+        x[i] = a[i] * after[i];
     }
 }
 
 #[inline(always)]
-fn butterflies(rows: &mut [[f32; 16]; 16]) {
-    let mut stride = 1;
-    while stride < 16 {
-        let mut base = 0;
-        while base < 16 {
-            for r in base..base + stride {
-                for c in 0..16 {
-                    let (a, b) = (rows[r][c], rows[r + stride][c]);
-                    rows[r][c] = a + b;
-                    rows[r + stride][c] = a - b;
-                }
-            }
-            base += 2 * stride;
-        }
-        stride *= 2;
+fn butterflies(from: &[f32; BLOCK], to: &mut [f32; BLOCK]) {
+    let (sums, differences) = to.split_at_mut(BLOCK / 2);
+    for ((&[a, b], s), d) in from.as_chunks::<2>().0.iter().zip(sums).zip(differences) {
+        *s = a + b;
+        *d = a - b;
     }
 }
 
@@ -135,19 +120,17 @@ mod tests {
         assert_eq!(e0[..8], [1.0, -1.0, -1.0, -1.0, -1.0, 1.0, 1.0, -1.0].map(|s: f32| s * 0.0625));
         let mut ramp: Vec<f32> = (0..256).map(|i| i as f32 / 256.0).collect();
         forward(&mut ramp);
-        assert_eq!(
-            ramp[..8],
-            [
-                -0.2197265625,
-                0.2099609375,
-                -0.6220703125,
-                -0.2451171875,
-                -0.4111328125,
-                0.9013671875,
-                -0.4541015625,
-                0.1083984375
-            ]
-        );
+        let first = [
+            -0.2197265625,
+            0.2099609375,
+            -0.6220703125,
+            -0.2451171875,
+            -0.4111328125,
+            0.9013671875,
+            -0.4541015625,
+            0.1083984375,
+        ];
+        assert_eq!(ramp[..8].iter().map(|v| f64::from(*v)).collect::<Vec<_>>(), first);
     }
 
     /// The definition, written the slow way: same butterflies, same order, one value at a time.

@@ -10,8 +10,11 @@
 //! row-major over `[M/32][K/256]`. There is no padding rule: shapes that do not tile are refused.
 
 use half::f16;
+use multiversion::multiversion;
 
-use super::{Codec, Fault, ScaleRounding};
+use super::mq::not_finite;
+use super::plain::peak;
+use super::{Codec, Fault, ScaleRounding, bitstream};
 
 /// Rows of W in a tile.
 pub const TILE_ROWS: usize = 32;
@@ -114,28 +117,7 @@ impl Codec for T2 {
     /// Scale = the largest magnitude of 128, code = the nearest of −1, 0, +1. Exact for weights that are
     /// ternary already (each 128-block has one magnitude and it is a half); lossy for anything else.
     fn encode(&self, w: &[f32], k: usize, rounding: ScaleRounding, bytes: &mut [u8]) -> Result<(), Fault> {
-        bytes.fill(0);
-        for (r, row) in w.chunks_exact(k).enumerate() {
-            for (b, block) in row.chunks_exact(SCALE_COLS).enumerate() {
-                let index = r * k + b * SCALE_COLS;
-                if let Some(bad) = block.iter().position(|v| !v.is_finite()) {
-                    return Err(Fault::NonFinite { index: index + bad });
-                }
-                let max = block.iter().fold(0f32, |m, v| m.max(v.abs()));
-                if max > f16::MAX.to_f32() {
-                    let limit = f16::MAX.to_f32();
-                    return Err(Fault::Range { index, len: SCALE_COLS, what: "scale", value: max, limit });
-                }
-                let (tile, g) = (&mut bytes[b / 2 * TILE_BYTES..][..TILE_BYTES], b % 2);
-                tile[SCALES + 4 * r + 2 * g..][..2].copy_from_slice(&rounding.to_half(max).to_le_bytes());
-                for (i, v) in block.iter().enumerate() {
-                    // ±max/2 rounds away from zero, as ggml's TQ2_0 encoder does.
-                    let pattern = if max == 0.0 { 1 } else { (v / max).round() as i8 + 1 } as u8;
-                    tile[r * ROW_CODES + 32 * g + i / 4] |= pattern << (2 * (i % 4));
-                }
-            }
-        }
-        Ok(())
+        encode(w, k, rounding, bytes)
     }
 
     fn decode(&self, bytes: &[u8], k: usize, out: &mut [f32]) {
@@ -145,6 +127,31 @@ impl Codec for T2 {
     fn magnitude(&self, bytes: &[u8], k: usize, out: &mut [f32]) {
         each(bytes, k, out, |pattern, scale| (f32::from(pattern) + 1.0) * scale.abs());
     }
+}
+
+#[multiversion(targets("x86_64+avx2+bmi2+f16c"))]
+fn encode(w: &[f32], k: usize, rounding: ScaleRounding, bytes: &mut [u8]) -> Result<(), Fault> {
+    let limit = f16::MAX.to_f32();
+    for (r, row) in w.chunks_exact(k).enumerate() {
+        for (b, block) in row.as_chunks::<SCALE_COLS>().0.iter().enumerate() {
+            let index = r * k + b * SCALE_COLS;
+            let Some(max) = peak(block) else { return Err(not_finite(block, index)) };
+            if max > limit {
+                return Err(Fault::Range { index, len: SCALE_COLS, what: "scale", value: max, limit });
+            }
+            let mut patterns = [0u8; SCALE_COLS];
+            for (v, p) in block.iter().zip(&mut patterns) {
+                // ±max/2 rounds away from zero, as ggml's TQ2_0 encoder does. Doubling is exact, dividing by max
+                // would not be; and in a block of zeros both comparisons hold, which is pattern 1 again.
+                let v = v + v;
+                *p = 1 + u8::from(v >= max) - u8::from(v <= -max);
+            }
+            let (tile, g) = (&mut bytes[b / 2 * TILE_BYTES..][..TILE_BYTES], b % 2);
+            bitstream::pack::<2>(&patterns, &mut tile[r * ROW_CODES + 32 * g..][..32]);
+            tile[SCALES + 4 * r + 2 * g..][..2].copy_from_slice(&rounding.to_half(max).to_le_bytes());
+        }
+    }
+    Ok(())
 }
 
 /// Applies `f(pattern, scale)` to every weight of a strip of tiles.

@@ -25,15 +25,6 @@ impl Lcg {
         f32::from(self.bits()) / 32768.0 - 1.0
     }
 
-    pub fn trit(&mut self) -> i8 {
-        (self.bits() % 3) as i8 - 1
-    }
-
-    /// A positive normal half.
-    pub fn half(&mut self) -> f16 {
-        f16::from_bits(0x2000 + (self.bits() & 0x1fff))
-    }
-
     pub fn units(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.unit()).collect()
     }

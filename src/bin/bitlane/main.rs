@@ -1,1 +1,62 @@
-fn main(){}
+//! The `bitlane` command: look into model files, quantize them, compare formats.
+//!
+//! Exit codes: 0 done; 1 an error, nothing was written; 2 a command line that makes no sense; 3 `inspect`
+//! found problems; 130 interrupted, nothing was written.
+
+mod compare;
+mod formats;
+mod inspect;
+mod output;
+mod quantize;
+
+use std::process::ExitCode;
+
+use bitlane::{Error, Result};
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "bitlane", version, about = "Low-bit LLM weights: inspect, quantize, compare")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// List the weight formats
+    Formats(formats::Args),
+    /// Show what a model file holds: tensors, shapes, formats, bits per weight, problems
+    Inspect(inspect::Args),
+    /// Quantize a GGUF, safetensors or .hfq model to a .hfq file
+    Quantize(quantize::Args),
+    /// Measure codec error per format on a model's own weights
+    Compare(compare::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Formats(args) => formats::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Quantize(args) => quantize::run(&args),
+        Command::Compare(args) => compare::run(&args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("bitlane: {error}");
+        ExitCode::from(match error {
+            Error::Usage(_) | Error::UnknownFormat { .. } => 2,
+            Error::Cancelled => 130,
+            _ => 1,
+        })
+    })
+}
+
+/// The value of an option that is a format.
+fn format(name: &str) -> Result<bitlane::Format> {
+    name.parse()
+}
+
+/// Runs `f` on a pool of `threads` threads (0: one per core).
+fn on_threads<T: Send>(threads: usize, f: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    pool.map_err(|e| Error::Usage(format!("cannot start {threads} threads: {e}")))?.install(f)
+}
