@@ -129,7 +129,9 @@ pub enum Error {
         value: f32,
     },
     /// A finite weight or group cannot be expressed in the format.
-    #[error("tensor {tensor}: {format} cannot hold row {row}, columns {col}..{col_end}: {what} {value:e} exceeds {limit}")]
+    #[error(
+        "tensor {tensor}: {format} cannot hold row {row}, columns {col}..{col_end}: {what} {value:e} exceeds {limit}"
+    )]
     OutOfRange {
         /// The tensor.
         tensor: String,

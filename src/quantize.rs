@@ -189,14 +189,20 @@ pub fn plan<'a>(source: &'a Container, recipe: &Recipe) -> Result<Plan<'a>> {
             continue;
         }
         if source.is_awq_sidecar(tensor) {
-            warnings.push(format!("tensor {} is dropped: its scales are divided out of the weights again", tensor.name));
+            warnings
+                .push(format!("tensor {} is dropped: its scales are divided out of the weights again", tensor.name));
             continue;
         }
         if mapped.name.contains(".experts.") || mapped.name.contains("_exps.") {
             let what = format!("tensor {} belongs to a mixture of experts, which is not supported", tensor.name);
             return Err(Error::UnsupportedModel { file: source.name().into(), what });
         }
-        source.rows(tensor)?; // refuses what cannot be decoded
+        source.rows(tensor).map_err(|e| match e {
+            Error::UnsupportedTensor { file, tensor, what } => {
+                Error::UnsupportedTensor { file, tensor, what: format!("{what}; skip it to convert the rest") }
+            }
+            other => other,
+        })?;
         let overridden = recipe.overrides.iter().rev().find(|(p, _)| matches(p)).map(|(_, f)| *f);
         let format = overridden.unwrap_or_else(|| recipe.by_role(&mapped.name, &tensor.logical_shape));
         check_rows(source, tensor, &mapped)?;
@@ -221,10 +227,8 @@ pub fn plan<'a>(source: &'a Container, recipe: &Recipe) -> Result<Plan<'a>> {
     }
     warnings.extend(standing_warnings(&steps));
     let (id, metadata) = metadata(source, arch, recipe.rounding, &steps)?;
-    let entries: Vec<hfq::Entry> = steps
-        .iter()
-        .map(|s| hfq::Entry { name: s.name.clone(), format: s.format, shape: s.shape.clone() })
-        .collect();
+    let entries: Vec<hfq::Entry> =
+        steps.iter().map(|s| hfq::Entry { name: s.name.clone(), format: s.format, shape: s.shape.clone() }).collect();
     let layout = hfq::layout(id, metadata, &entries)?;
     Ok(Plan { source, steps, warnings, rounding: recipe.rounding, layout })
 }
@@ -272,8 +276,12 @@ fn metadata(
             model_type = arch.model_type.into();
             m.insert("source".into(), "gguf".into());
             m.insert("config".into(), arch.config(header, vocab, step("lm_head.weight").is_none()));
-            let tokenizer = header.meta.iter().filter(|(k, _)| k.starts_with("tokenizer.") || k.starts_with("general."));
-            m.insert("gguf_meta".into(), tokenizer.map(|(k, v)| (k.clone(), v.to_json())).collect::<Map<_, _>>().into());
+            let tokenizer =
+                header.meta.iter().filter(|(k, _)| k.starts_with("tokenizer.") || k.starts_with("general."));
+            m.insert(
+                "gguf_meta".into(),
+                tokenizer.map(|(k, v)| (k.clone(), v.to_json())).collect::<Map<_, _>>().into(),
+            );
             let rope = format!("{}.rope.", header.architecture());
             let extra = header.meta.iter().filter(|(k, _)| k.starts_with(&rope));
             m.insert("gguf_rope".into(), extra.map(|(k, v)| (k.clone(), v.to_json())).collect::<Map<_, _>>().into());
@@ -314,7 +322,8 @@ fn metadata(
         "scale_rounding": match rounding { ScaleRounding::NearestEven => "nearest-even", ScaleRounding::TowardZero => "toward-zero" },
     });
     if id == hfq::NO_ARCHITECTURE {
-        ours["architecture_id"] = format!("the .hfq register has no id for {model_type}: readers must refuse, not guess").into();
+        ours["architecture_id"] =
+            format!("the .hfq register has no id for {model_type}: readers must refuse, not guess").into();
     }
     m.insert("bitlane".into(), ours);
     Ok((id, m))
@@ -390,7 +399,17 @@ impl<'a> Worker<'a> {
         let encoder = StripEncoder::new(&step.name, step.format, k, &options)?;
         let (stored_k, _) = crate::tensor::geometry(&step.name, step.format, m, k)?;
         let strip_len = step.format.strip_len(stored_k);
-        Ok(Worker { reader, encoder, rows: step.rows, add: step.add, m, k, unit: step.format.spec().block_rows, strip_len, offset })
+        Ok(Worker {
+            reader,
+            encoder,
+            rows: step.rows,
+            add: step.add,
+            m,
+            k,
+            unit: step.format.spec().block_rows,
+            strip_len,
+            offset,
+        })
     }
 
     fn encode(&self, strips: std::ops::Range<usize>, file: &OutputFile, b: &mut Buffers) -> Result<()> {

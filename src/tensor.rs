@@ -29,9 +29,10 @@ impl Awq {
             return Err(Error::AwqValue { tensor: tensor.into(), channel, value: scales[channel].to_f32() });
         }
         // FNV-1a over the bytes: an identity for comparing, not a secret.
-        let id = scales.iter().flat_map(|s| s.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325_u64, |h, b| {
-            (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)
-        });
+        let id = scales
+            .iter()
+            .flat_map(|s| s.to_le_bytes())
+            .fold(0xcbf2_9ce4_8422_2325_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
         Ok(Awq { scales, id })
     }
 
@@ -97,7 +98,13 @@ impl fmt::Debug for QuantTensor {
         write!(
             f,
             "QuantTensor({} {} [{}, {} stored as {}], {} bytes, awq {:?})",
-            self.name, self.format, self.rows, self.logical_k, self.stored_k, self.window.len(), self.awq
+            self.name,
+            self.format,
+            self.rows,
+            self.logical_k,
+            self.stored_k,
+            self.window.len(),
+            self.awq
         )
     }
 }
@@ -232,7 +239,12 @@ impl QuantTensor {
     pub fn to_f32(&self) -> Vec<f32> {
         let strip_rows = self.format.spec().block_rows;
         let mut out = vec![0f32; self.rows * self.logical_k];
-        let decoder = StripDecoder { format: self.format, logical_k: self.logical_k, stored_k: self.stored_k, awq: self.awq.clone() };
+        let decoder = StripDecoder {
+            format: self.format,
+            logical_k: self.logical_k,
+            stored_k: self.stored_k,
+            awq: self.awq.clone(),
+        };
         self.strips()
             .zip(out.par_chunks_exact_mut(strip_rows * self.logical_k))
             .for_each_init(Vec::new, |scratch, (bytes, out)| decoder.decode(bytes, scratch, out));

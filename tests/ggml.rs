@@ -1,11 +1,10 @@
 //! ggml's block types, through the whole path (a GGUF file, its reader, the decoder), held bit for bit to what
 //! PyPI's `gguf` decodes: `scripts/make_ggml_vectors.py` wrote the vectors.
-#![cfg(feature = "ggml-quants")]
 
 mod common;
 
 use bitlane::Container;
-use bitlane::container::{Bytes, Scratch};
+use bitlane::container::Bytes;
 use common::Gguf;
 use serde::Deserialize;
 
@@ -42,8 +41,7 @@ fn every_type_of_the_table_is_covered() {
 }
 
 /// Two blocks to a row, so that the row stride counts too; a first tensor moves the data away from 0.
-#[test]
-fn decodes_as_the_independent_implementation_does() {
+fn file() -> Container {
     let mut file = Gguf::new("test");
     file.f32("first", &[3], &[1.0, 2.0, 3.0]);
     for t in &vectors() {
@@ -51,7 +49,24 @@ fn decodes_as_the_independent_implementation_does() {
         assert_eq!(data.len(), t.bytes * t.blocks.len());
         file.tensor(&t.name, &[t.blocks.len() as u64 / 2, 2 * t.weights], t.id, data);
     }
-    let file = Container::from_bytes(Bytes::memory("ggml.gguf", file.bytes())).unwrap();
+    Container::from_bytes(Bytes::memory("ggml.gguf", file.bytes())).unwrap()
+}
+
+/// A build without the decoder opens such files, and refuses the tensors by name.
+#[cfg(not(feature = "ggml-quants"))]
+#[test]
+fn without_the_feature_they_are_refused_by_name() {
+    let file = file();
+    for t in vectors().iter().filter(|t| t.id != 8) {
+        let e = file.rows(file.find(&t.name).unwrap()).err().unwrap().to_string();
+        assert!(e.contains(&format!("tensor {}: {} needs", t.name, t.name)) && e.contains("ggml-quants"), "{e}");
+    }
+}
+
+#[cfg(feature = "ggml-quants")]
+#[test]
+fn decodes_as_the_independent_implementation_does() {
+    let file = file();
     for t in &vectors() {
         let reader = file.rows(file.find(&t.name).unwrap()).unwrap();
         let (m, k) = reader.shape();
@@ -66,7 +81,7 @@ fn decodes_as_the_independent_implementation_does() {
         }
         // One row alone gives the same: readers are asked for any range.
         let mut row = vec![0f32; k];
-        reader.read(m - 1..m, &mut Scratch::default(), &mut row).unwrap();
+        reader.read(m - 1..m, &mut Default::default(), &mut row).unwrap();
         assert!(row.iter().map(|v| v.to_bits()).eq(expected[(m - 1) * k..].iter().copied()), "{}", t.name);
     }
 }

@@ -179,6 +179,40 @@ fn v2_halves_are_not_interchangeable() {
     }
 }
 
+/// Codes are `floor((w - z)·(1/st) + 0.5)` in three separate roundings: weights within a few ulps of where the
+/// code changes tell that from a fused multiply-add, and from a division.
+#[test]
+fn v2_codes_are_chosen_with_three_roundings() {
+    let mut lcg = Lcg::new(201);
+    let (mut fused, mut divided) = (0, 0);
+    for round in 0..200 {
+        let (lo, hi) = (lcg.unit() - 1.0, lcg.unit() + 1.0);
+        let step = (hi - lo) / 15.0;
+        let (st, z) = (f16::from_f32(step).to_f32(), f16::from_f32(lo).to_f32());
+        let near = |i: usize| {
+            let edge = z + ((i % 15) as f32 + 0.5) * st;
+            f32::from_bits(edge.to_bits().wrapping_add_signed(i as i32 / 15 - 4))
+        };
+        let mut w: Vec<f32> = (0..128).map(near).map(|w| w.clamp(lo, hi)).collect();
+        (w[126], w[127]) = (lo, hi);
+        let bytes = {
+            let group = [&w[..], &w[..]].concat();
+            let mut bytes = vec![0; 136];
+            Format::Mq4V2.spec().codec.encode(&group, 256, ScaleRounding::NearestEven, &mut bytes).unwrap();
+            bytes
+        };
+        let codes = reference::row(Format::Mq4V2, &bytes, 0, 256).swap_remove(0).q;
+        let inv = 1.0 / st;
+        for (w, code) in w.iter().zip(codes) {
+            let q = |v: f32| v.floor().clamp(0.0, 15.0);
+            assert_eq!(code, q((w - z) * inv + 0.5), "seed 201, round {round}, weight {w:e}");
+            fused += usize::from(q((w - z).mul_add(inv, 0.5)) != code);
+            divided += usize::from(q((w - z) / st + 0.5) != code);
+        }
+    }
+    assert!(fused > 0 && divided > 0, "the test cannot tell: {fused} {divided}");
+}
+
 fn file(name: &str) -> Vec<u8> {
     from_hex(match name {
         "tile" => include_str!("vectors/t2_tile_lcg1.hex"),

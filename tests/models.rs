@@ -38,7 +38,8 @@ fn round_trip(file: &str) {
             }
             let weights = source.rows(from).unwrap().read_all().unwrap();
             let (m, k) = from.matrix();
-            let wanted = QuantTensor::encode(&step.name, step.format, m, k, &weights, &EncodeOptions::default()).unwrap();
+            let wanted =
+                QuantTensor::encode(&step.name, step.format, m, k, &weights, &EncodeOptions::default()).unwrap();
             assert!(got.bytes() == wanted.bytes(), "{file} {format}: {}", step.name);
             if Role::of(&step.name, &step.shape) == Role::Matrix {
                 for (w, g) in weights.iter().zip(got.to_f32()) {
@@ -47,7 +48,11 @@ fn round_trip(file: &str) {
                 }
             }
         }
-        println!("{file} {format}: {} bytes, relative RMS of the matrices {:.4}", plan.file_len(), (error / power).sqrt());
+        println!(
+            "{file} {format}: {} bytes, relative RMS of the matrices {:.4}",
+            plan.file_len(),
+            (error / power).sqrt()
+        );
         // 2^-bits of the range of a Gaussian is far below this; a wrong half, row or zero is far above.
         let bits = (format.spec().block_bytes - 8) / 32;
         assert!((error / power).sqrt() < 1.2 * 0.5f64.powi(bits as i32), "{file} {format}");
@@ -68,6 +73,9 @@ fn gemma3_round_trips_at_every_width() {
 
 /// Published on 278,528 groups of a 27B model: −16.2 % overall at every width. An independent numpy model gives −16.1 %
 /// on MiniLM's six matrices with K = 1536, −15.6 to −16.6 % on each, and −20 % (−6 to −29 %) on their largest 1 %.
+///
+/// The other matrices have K = 384, stored as 512: half of every second group is padding, which makes the halves of the
+/// rotated group equal up to signs ([H H; H −H]), so that a pair of scales gains less there.
 #[test]
 #[ignore = "needs models/, which scripts/fetch-models makes"]
 fn minilm_improves_from_v1_to_v2_as_published() {
@@ -97,11 +105,11 @@ fn minilm_improves_from_v1_to_v2_as_published() {
     for c in generation_changes(&long.rows()) {
         let (change, tail) = (c.overall_percent.unwrap(), c.tail_percent.unwrap());
         println!("K = 1536, {} bits: {change:.2} %, largest 1 % {tail:.2} %", c.bits);
-        assert!((-16.3..=-15.9).contains(&change), "{} bits: {change}", c.bits);
+        assert!((-16.3..=-15.8).contains(&change), "{} bits: {change}", c.bits);
     }
     for c in generation_changes(&all.rows()) {
         let change = c.overall_percent.unwrap();
-        println!("all matrices, {} bits: {change:.2} %", c.bits);
-        assert!((-17.0..=-15.0).contains(&change), "{} bits: {change}", c.bits);
+        println!("all matrices, K = 384 padded to 512 included, {} bits: {change:.2} %", c.bits);
+        assert!((-14.8..=-13.8).contains(&change), "{} bits: {change}", c.bits);
     }
 }

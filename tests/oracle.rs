@@ -37,12 +37,14 @@ struct Case {
     k: usize,
     n: usize,
     fill: Fill,
+    /// Whether MQ weights have AWQ scales.
+    awq: bool,
 }
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Case { seed, format, m, k, n, fill } = self;
-        write!(f, "replay with Case {{ seed: {seed}, format: {format}, m: {m}, k: {k}, n: {n}, fill: {fill:?} }}")
+        let Case { seed, format, m, k, n, fill, awq } = self;
+        write!(f, "replay: seed {seed}, {format} [{m}, {k}], {n} vectors, {fill:?}, awq {awq}")
     }
 }
 
@@ -56,8 +58,9 @@ fn table(fill: Fill) -> Vec<Case> {
         };
         for &m in ms {
             for &k in ks {
-                let seed = 1000 + cases.len() as u32;
-                cases.push(Case { seed, format, m, k, n: 1 + cases.len() % 8, fill });
+                let i = cases.len();
+                let (seed, n, awq) = (1000 + i as u32, 1 + (i + i / 6) % 8, i / 2 % 2 == 0);
+                cases.push(Case { seed, format, m, k, n, fill, awq });
             }
         }
     }
@@ -68,7 +71,7 @@ fn table(fill: Fill) -> Vec<Case> {
 fn each_format(seed: u32, m: usize, k: usize, n: usize, fill: Fill) -> impl Iterator<Item = Case> {
     Format::ALL.iter().map(move |&format| {
         let m = if format == Format::T2 { m.next_multiple_of(32) } else { m };
-        Case { seed, format, m, k, n, fill }
+        Case { seed, format, m, k, n, fill, awq: false }
     })
 }
 
@@ -98,9 +101,8 @@ impl Case {
         QuantTensor::new("w", self.format, self.m, self.k, bytes, self.awq(lcg)).unwrap()
     }
 
-    /// AWQ scales for half of the rotated cases.
     fn awq(&self, lcg: &mut Lcg) -> Option<Arc<Awq>> {
-        let wanted = self.format.basis() == Basis::Rotated && self.seed.is_multiple_of(2);
+        let wanted = self.awq && self.format.basis() == Basis::Rotated;
         let scales = |lcg: &mut Lcg| (0..self.k).map(|_| f16::from_f32(12.0 + 8.0 * lcg.unit())).collect();
         wanted.then(|| Arc::new(Awq::new("w", scales(lcg)).unwrap()))
     }
@@ -526,10 +528,11 @@ impl Model {
     }
 }
 
-fn rotated_cases() -> Vec<Case> {
+fn rotated_cases(awq: bool) -> Vec<Case> {
     let rotated = |c: &Case| c.format.basis() == Basis::Rotated;
-    let shapes = [(120, 3, 512), (121, 3, 512), (122, 7, 576), (123, 5, 600)];
-    shapes.into_iter().flat_map(|(seed, m, k)| each_format(seed, m, k, 2, Fill::Unit).filter(rotated)).collect()
+    let shapes = [(121, 3, 512), (122, 7, 576), (123, 5, 600)];
+    let cases = |(seed, m, k)| each_format(seed, m, k, 2, Fill::Unit).filter(rotated).map(|c| Case { awq, ..c });
+    shapes.into_iter().flat_map(cases).collect()
 }
 
 /// (R w)·(R x) = w·x. Tolerance: each value of a rotated block of v passes 8 additions (signs and 1/16 are
@@ -537,7 +540,7 @@ fn rotated_cases() -> Vec<Case> {
 /// rotated x and once through rotated-back w, each time multiplied by the other side's 1-norm.
 #[test]
 fn rotated_products_equal_plain_ones() {
-    for case in rotated_cases() {
+    for case in [rotated_cases(false), rotated_cases(true)].concat() {
         let model = Model::new(&case);
         let tensor = model.encode(&case);
         let (stored, plain) = (oracle::dequant(&tensor), tensor.to_f32());
@@ -562,7 +565,7 @@ fn rotated_products_equal_plain_ones() {
 /// zero to halves moves the ends of the grid (v1 keeps both as f32).
 #[test]
 fn awq_cancels() {
-    for case in rotated_cases().into_iter().filter(|c| c.seed.is_multiple_of(2)) {
+    for case in rotated_cases(true) {
         let model = Model::new(&case);
         let tensor = model.encode(&case);
         let levels = ((1u32 << reference::bits(case.format)) - 1) as f64;
@@ -622,7 +625,8 @@ fn matrix_unit(w: &[f32], x: &[f32], scaled: bool) -> f32 {
     blocks.fold(0f32, |sum, (w, x)| sum + forward(w, x)) * scale
 }
 
-/// Activations that strain f16: ordinary tokens, tokens beyond its range (still so after AWQ), and tokens among f16's subnormals.
+/// Activations that strain f16: ordinary tokens, tokens beyond its range (2e6 is so after AWQ too), and tokens
+/// among its subnormals.
 fn strained(case: &Case) -> Pair {
     let mut lcg = Lcg::new(case.seed);
     let w = case.weights(&mut lcg);
@@ -660,8 +664,8 @@ fn the_wrong_half_leaves_the_gemm_bound_too() {
     }
 }
 
-/// The term for f16's subnormals is needed, and is no more than that: weights 2^-20 times as large have bounds 2^-20 times as
-/// large without it, and a correct kernel breaks those.
+/// The term for f16's subnormals is needed, and no wider than that: without it weights 2^-20 times as large would
+/// have bounds 2^-20 times as large, which a correct kernel breaks; with it a kernel that flushes them still fails.
 #[test]
 fn subnormal_weights_need_their_term() {
     let small = 2f32.powi(-20);
@@ -681,6 +685,28 @@ fn subnormal_weights_need_their_term() {
     assert!(!without.worst(&got).within(), "{}", without.worst(&got));
     let flushed = pair(small).kernel(decoded, |_, _| 0.0);
     assert!(!tiny.worst(&flushed).within(), "{}", tiny.worst(&flushed));
+}
+
+/// A token of one large value, divided until that one fits, leaves its small values among f16's subnormals.
+#[test]
+fn small_values_beside_a_large_one_need_their_term() {
+    let k = 256;
+    let mut lcg = Lcg::new(145);
+    let mut w = lcg.units(k);
+    let mut x: Vec<f32> = lcg.units(k).iter().map(|x| x / 64.0).collect();
+    (w[0], x[0]) = (0.0, 1e5);
+    let pair = |x: &[f32]| {
+        let w = QuantTensor::new("w", Format::F32, 1, k, encode(Format::F32, k, &w), None).unwrap();
+        Pair::new(w, Activation::new(x.to_vec(), 1, k).unwrap())
+    };
+    let y = pair(&x).gemm(None);
+    let got = pair(&x).kernel(one_rounding, |w, x| matrix_unit(w, x, true));
+    assert!(y.worst(&got).within(), "{}", y.worst(&got));
+    // Without the large value, which w[0] = 0 cancels, the product is the same and the bound that of a token below 1.
+    x[0] = 0.0;
+    let alone = pair(&x).gemm(None);
+    assert_eq!(alone.value, y.value);
+    assert!(!alone.worst(&got).within(), "{}", alone.worst(&got));
 }
 
 #[test]

@@ -110,7 +110,9 @@ impl Arch {
         let refuse = |what: String| Error::UnsupportedModel { file: file.into(), what };
         let name = header.architecture();
         if let Some(key) = header.meta.keys().find(|k| k.starts_with("prism.hadamard.")) {
-            return Err(refuse(format!("its weights are in a rotated basis of their own ({key}), which is not supported")));
+            return Err(refuse(format!(
+                "its weights are in a rotated basis of their own ({key}), which is not supported"
+            )));
         }
         if header.arch("expert_count").and_then(Value::as_u64).is_some_and(|n| n > 0) {
             return Err(refuse(format!("architecture {name} with experts (mixture of experts) is not supported")));
@@ -118,13 +120,19 @@ impl Arch {
         if let Some(n) = header.meta.get("split.count").and_then(Value::as_u64).filter(|n| *n > 1) {
             return Err(refuse(format!("it is one of {n} parts of a split GGUF: merge them first")));
         }
-        ARCHS.iter().find(|a| a.gguf == name).ok_or_else(|| {
+        let arch = ARCHS.iter().find(|a| a.gguf == name).ok_or_else(|| {
             let known: Vec<_> = ARCHS.iter().map(|a| a.gguf).collect();
             refuse(format!(
                 "architecture {name:?}: its row order and norm offsets are not known (known: {})",
                 known.join(", ")
             ))
-        })
+        })?;
+        if arch.permuted_qk && arch.even_head_dim(header).is_none() {
+            return Err(refuse(format!(
+                "the head size of {name} is not known: rows of q and k cannot be put back in order"
+            )));
+        }
+        Ok(arch)
     }
 
     /// Name, row order and offset of one tensor; `None` for a name that the table does not have.
@@ -156,8 +164,7 @@ impl Arch {
             "ffn_down" => ("mlp.down_proj", false),
             _ => return None,
         };
-        let head = self.head_dim(header).filter(|d| *d >= 2 && d.is_multiple_of(2));
-        let rows = match (self.permuted_qk && matches!(stem, "attn_q" | "attn_k"), head) {
+        let rows = match (self.permuted_qk && matches!(stem, "attn_q" | "attn_k"), self.even_head_dim(header)) {
             (true, Some(head)) => RowOrder::Interleaved { head },
             (true, None) => return None,
             (false, _) => RowOrder::Same,
@@ -168,6 +175,11 @@ impl Arch {
 
     fn norm_add(&self) -> f32 {
         if self.norms_plus_one { -1.0 } else { 0.0 }
+    }
+
+    /// The head size that rows of q and k can be permuted by.
+    fn even_head_dim(&self, header: &Header) -> Option<usize> {
+        self.head_dim(header).filter(|d| *d >= 2 && d.is_multiple_of(2))
     }
 
     fn head_dim(&self, header: &Header) -> Option<usize> {
@@ -203,7 +215,9 @@ impl Arch {
         if let Some(v) = vocab {
             c.insert("vocab_size".into(), v.into());
         }
-        for (hf, gguf) in [("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id"), ("pad_token_id", "padding_token_id")] {
+        for (hf, gguf) in
+            [("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id"), ("pad_token_id", "padding_token_id")]
+        {
             if let Some(v) = header.meta.get(&format!("tokenizer.ggml.{gguf}")) {
                 c.insert(hf.into(), v.to_json());
             }
@@ -258,7 +272,9 @@ mod tests {
         for arch in ARCHS {
             let h = header(arch.gguf);
             let gemma = arch.gguf.starts_with("gemma");
-            for norm in ["output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "blk.0.attn_q_norm.weight"] {
+            for norm in
+                ["output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "blk.0.attn_q_norm.weight"]
+            {
                 assert_eq!(arch.map(&h, norm).unwrap().add, if gemma { -1.0 } else { 0.0 }, "{} {norm}", arch.gguf);
             }
             assert_eq!(arch.map(&h, "blk.0.ffn_down.weight").unwrap().add, 0.0);
@@ -274,7 +290,10 @@ mod tests {
         assert_eq!(name("llama", "blk.12.attn_q.bias").unwrap(), "model.layers.12.self_attn.q_proj.bias");
         assert_eq!(name("llama", "blk.0.ffn_norm.weight").unwrap(), "model.layers.0.post_attention_layernorm.weight");
         assert_eq!(name("gemma3", "blk.0.ffn_norm.weight").unwrap(), "model.layers.0.pre_feedforward_layernorm.weight");
-        assert_eq!(name("gemma3", "blk.0.post_ffw_norm.weight").unwrap(), "model.layers.0.post_feedforward_layernorm.weight");
+        assert_eq!(
+            name("gemma3", "blk.0.post_ffw_norm.weight").unwrap(),
+            "model.layers.0.post_feedforward_layernorm.weight"
+        );
         assert_eq!(name("llama", "output.weight").unwrap(), "lm_head.weight");
         assert_eq!(name("llama", "rope_freqs.weight"), None);
         assert_eq!(name("llama", "blk.x.attn_q.weight"), None);

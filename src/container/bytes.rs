@@ -224,6 +224,12 @@ impl<'a> Cursor<'a> {
     }
 }
 
+/// Offset of a JSON error in `text`.
+pub(crate) fn json_offset(text: &str, e: &serde_json::Error) -> u64 {
+    let line_start: usize = text.split_inclusive('\n').take(e.line().saturating_sub(1)).map(str::len).sum();
+    (line_start + e.column().saturating_sub(1)).min(text.len()) as u64
+}
+
 pub(crate) fn malformed(bytes: &Bytes, container: &'static str, offset: u64, what: impl Into<String>) -> Error {
     Error::Malformed { file: bytes.name().into(), container, offset, what: what.into() }
 }

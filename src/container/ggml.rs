@@ -8,10 +8,7 @@ use crate::format::register::GgmlBlock;
 /// Weights and bytes of a block.
 pub(crate) fn block(kind: GgmlBlock) -> (usize, usize) {
     use crate::format::register::{GgmlKind, ggml_type};
-    (0..=14)
-        .filter_map(ggml_type)
-        .find(|t| t.kind == GgmlKind::Block(kind))
-        .map_or((1, 1), |t| (t.block, t.bytes))
+    (0..=14).filter_map(ggml_type).find(|t| t.kind == GgmlKind::Block(kind)).map_or((1, 1), |t| (t.block, t.bytes))
 }
 
 /// Decodes whole blocks: `out` holds as many weights as `bytes` has.

@@ -2,7 +2,7 @@
 //!
 //! Our own reader rather than a crate: it must name the types it refuses, keep the offset of every
 //! fault, and allocate no more than a small multiple of the file whatever the file says. Block types
-//! are decoded by [`super::ggml`].
+//! are decoded by `container/ggml.rs`.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -194,6 +194,7 @@ pub(super) fn read(bytes: &Bytes) -> Result<(Header, Vec<TensorInfo>)> {
     c.plausible(16, keys, 8 + 4 + 1, "key-value pairs")?;
 
     let mut meta = BTreeMap::new();
+    let mut alignment_at = 0;
     for _ in 0..keys {
         let at = c.pos();
         let n = c.u64("key length")?;
@@ -202,6 +203,9 @@ pub(super) fn read(bytes: &Bytes) -> Result<(Header, Vec<TensorInfo>)> {
         }
         let key = c.string(n, "key")?;
         let v = value(&mut c, &key)?;
+        if key == "general.alignment" {
+            alignment_at = at;
+        }
         if meta.insert(key.clone(), v).is_some() {
             return Err(c.malformed(at, format!("key {key} appears twice")));
         }
@@ -210,7 +214,11 @@ pub(super) fn read(bytes: &Bytes) -> Result<(Header, Vec<TensorInfo>)> {
         None => 32,
         Some(v) => match v.as_u64() {
             Some(a) if a.is_power_of_two() && a <= 1 << 30 => a,
-            _ => return Err(c.malformed(0, format!("general.alignment is {v:?}, not a power of two"))),
+            _ => {
+                return Err(
+                    c.malformed(alignment_at, format!("general.alignment is {v:?}, not a power of two up to 2^30"))
+                );
+            }
         },
     };
 
@@ -235,7 +243,9 @@ pub(super) fn read(bytes: &Bytes) -> Result<(Header, Vec<TensorInfo>)> {
     }
     let data_offset = c.pos().checked_next_multiple_of(alignment).unwrap_or(u64::MAX);
     if data_offset > bytes.len() && !raw.is_empty() {
-        return Err(c.malformed(c.pos(), format!("tensor data would begin at {data_offset}, past the end at {}", bytes.len())));
+        return Err(
+            c.malformed(c.pos(), format!("tensor data would begin at {data_offset}, past the end at {}", bytes.len()))
+        );
     }
     let infos = raw
         .into_iter()
@@ -290,9 +300,16 @@ fn tensor(
     let start = data_offset.checked_add(offset);
     let end = start.and_then(|s| s.checked_add(len.unwrap_or(0)));
     match (start, end) {
-        (Some(start), Some(end)) if end <= bytes.len() => {
-            Ok(TensorInfo { name, logical_shape: shape.clone(), stored_shape: shape, encoding, type_name, file: 0, offset: start, len })
-        }
+        (Some(start), Some(end)) if end <= bytes.len() => Ok(TensorInfo {
+            name,
+            logical_shape: shape.clone(),
+            stored_shape: shape,
+            encoding,
+            type_name,
+            file: 0,
+            offset: start,
+            len,
+        }),
         _ => Err(fault(format!(
             "{} bytes at data offset {offset} end past the end of the file at {}",
             len.unwrap_or(0),

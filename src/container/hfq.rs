@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde_json::value::RawValue;
 
-use super::bytes::{Bytes, Cursor, malformed};
+use super::bytes::{Bytes, Cursor, json_offset, malformed};
 use super::{Encoding, TensorInfo};
 use crate::error::{Error, Result};
 use crate::format::{Format, register};
@@ -55,7 +55,7 @@ struct Ours {
 /// Length of the JSON object that starts at `start`, strings and escapes respected.
 fn json_len(bytes: &Bytes, start: u64, limit: u64) -> Result<u64> {
     let (mut depth, mut in_string, mut escaped) = (0u64, false, false);
-    let mut window = vec![0u8; 1 << 16];
+    let mut window = vec![0u8; (1 << 16).min((limit - start) as usize)];
     let mut pos = start;
     while pos < limit {
         let n = window.len().min((limit - pos) as usize);
@@ -99,17 +99,21 @@ pub(super) fn read(bytes: &Bytes) -> Result<(Header, Vec<TensorInfo>)> {
     if metadata_offset < HEADER || metadata_offset > data_offset || data_offset > bytes.len() {
         return Err(c.malformed(
             16,
-            format!("metadata offset {metadata_offset} and data offset {data_offset} do not fit a file of {} bytes", bytes.len()),
+            format!(
+                "metadata offset {metadata_offset} and data offset {data_offset} do not fit a file of {} bytes",
+                bytes.len()
+            ),
         ));
     }
     let json_len = json_len(bytes, metadata_offset, data_offset)?;
     let mut c = Cursor::new(bytes, NAME, metadata_offset);
     let text = c.string(json_len, "metadata")?;
-    let bad_json = |e: serde_json::Error| malformed(bytes, NAME, metadata_offset + e.column() as u64, e.to_string());
-    let metadata: BTreeMap<String, Box<RawValue>> = serde_json::from_str(&text).map_err(bad_json)?;
+    let metadata: BTreeMap<String, Box<RawValue>> = serde_json::from_str(&text)
+        .map_err(|e| malformed(bytes, NAME, metadata_offset + json_offset(&text, &e), e.to_string()))?;
     drop(text);
     let ours: Ours = match metadata.get("bitlane") {
-        Some(raw) => serde_json::from_str(raw.get()).map_err(bad_json)?,
+        Some(raw) => serde_json::from_str(raw.get())
+            .map_err(|e| malformed(bytes, NAME, metadata_offset, format!("bitlane's own part of the JSON: {e}")))?,
         None => Ours::default(),
     };
 
@@ -135,7 +139,8 @@ pub(super) fn read(bytes: &Bytes) -> Result<(Header, Vec<TensorInfo>)> {
             return Err(c.malformed(at, format!("tensor {name} appears twice")));
         }
         let Some(end) = offset.checked_add(len).filter(|end| *end <= bytes.len()) else {
-            let what = format!("tensor {name}: {len} bytes at {offset} end past the end of the file at {}", bytes.len());
+            let what =
+                format!("tensor {name}: {len} bytes at {offset} end past the end of the file at {}", bytes.len());
             return Err(c.malformed(at, what));
         };
         infos.push(tensor(bytes, at, name, qt, shape, offset, len, &ours)?);
@@ -145,7 +150,9 @@ pub(super) fn read(bytes: &Bytes) -> Result<(Header, Vec<TensorInfo>)> {
         return Err(c.malformed(24, format!("the index ends at {}, after the data offset {data_offset}", c.pos())));
     }
     if let Some(name) = ours.logical_k.keys().find(|n| !names.contains(*n)) {
-        return Err(c.malformed(metadata_offset, format!("logical_k names tensor {name}, which the index does not have")));
+        return Err(
+            c.malformed(metadata_offset, format!("logical_k names tensor {name}, which the index does not have"))
+        );
     }
     Ok((Header { architecture, metadata, data_offset, trailing: bytes.len() - offset }, infos))
 }
@@ -174,7 +181,9 @@ fn tensor(
     let (encoding, type_name) = match register::from_qt(qt) {
         Err(refusal) => (Encoding::Refused(register::qt_refusal(qt, refusal)), format!("qt {qt}")),
         Ok(format) => {
-            let expected = format.blob_len(stored.0, stored.1).map_err(|why| fault(format!("{format} {stored_shape:?}: {why}")))?;
+            let expected = format
+                .blob_len(stored.0, stored.1)
+                .map_err(|why| fault(format!("{format} {stored_shape:?}: {why}")))?;
             if expected as u64 != len {
                 return Err(fault(format!("{format} {stored_shape:?} takes {expected} bytes, the index says {len}")));
             }
@@ -216,7 +225,11 @@ pub struct Layout {
 /// # Errors
 /// [`Error::NotStorable`] for a format without a qt number; [`Error::Shape`] for a shape that the format
 /// or the index cannot hold.
-pub fn layout(architecture: u32, mut metadata: serde_json::Map<String, serde_json::Value>, entries: &[Entry]) -> Result<Layout> {
+pub fn layout(
+    architecture: u32,
+    mut metadata: serde_json::Map<String, serde_json::Value>,
+    entries: &[Entry],
+) -> Result<Layout> {
     let mut logical_k = serde_json::Map::new();
     let mut index = Vec::new();
     let mut sizes = Vec::new();
@@ -248,7 +261,8 @@ pub fn layout(architecture: u32, mut metadata: serde_json::Map<String, serde_jso
         if stored != k {
             logical_k.insert(e.name.clone(), k.into());
         }
-        let name_len = u16::try_from(e.name.len()).map_err(|_| shape_error("the name is longer than 65535 bytes".into()))?;
+        let name_len =
+            u16::try_from(e.name.len()).map_err(|_| shape_error("the name is longer than 65535 bytes".into()))?;
         let ndim = u8::try_from(e.shape.len()).map_err(|_| shape_error("more than 255 dimensions".into()))?;
         index.extend(name_len.to_le_bytes());
         index.extend(e.name.as_bytes());

@@ -20,7 +20,7 @@ pub use output::OutputFile;
 
 use crate::error::{Error, Result};
 use crate::format::register::GgmlBlock;
-use crate::format::{Format, rotation};
+use crate::format::{Basis, Format, rotation};
 use crate::tensor::{Awq, QuantTensor, StripDecoder};
 
 /// How a tensor's bytes are to be read.
@@ -192,10 +192,15 @@ impl Container {
     /// [`Error::UnsupportedTensor`] if bitlane does not decode its type.
     pub fn rows<'a>(&'a self, tensor: &'a TensorInfo) -> Result<RowReader<'a>> {
         let file = &self.files[tensor.file];
-        let (m, k) = tensor.matrix();
+        // A tensor without weights has no rows, whatever its other dimension says (it may overflow a length).
+        let (m, k) = Some(tensor.matrix()).filter(|(m, k)| m * k > 0).unwrap_or((0, 0));
         let source = match &tensor.encoding {
             Encoding::Refused(what) => {
-                return Err(Error::UnsupportedTensor { file: file.name().into(), tensor: tensor.name.clone(), what: what.clone() });
+                return Err(Error::UnsupportedTensor {
+                    file: file.name().into(),
+                    tensor: tensor.name.clone(),
+                    what: what.clone(),
+                });
             }
             Encoding::Ggml(kind) => {
                 ggml::check(file, tensor)?;
@@ -203,9 +208,13 @@ impl Container {
                 Source { rows: 1, bytes: (k / block * bytes) as u64, decode: Decode::Ggml(*kind) }
             }
             Encoding::Format(format) => {
-                let stored_k = tensor.stored_k();
+                let stored_k = if k == 0 { 0 } else { tensor.stored_k() };
                 let decoder = StripDecoder { format: *format, logical_k: k, stored_k, awq: self.awq(tensor)? };
-                Source { rows: format.spec().block_rows, bytes: format.strip_len(stored_k) as u64, decode: Decode::Format(decoder) }
+                Source {
+                    rows: format.spec().block_rows,
+                    bytes: format.strip_len(stored_k) as u64,
+                    decode: Decode::Format(decoder),
+                }
             }
         };
         Ok(RowReader { file, tensor, m, k, source })
@@ -239,9 +248,18 @@ impl Container {
 
     /// The AWQ sidecar of a rotated tensor: `<stem>.awq_scale.weight`, fp16, length K.
     fn awq(&self, tensor: &TensorInfo) -> Result<Option<Arc<Awq>>> {
-        let (Details::Hfq(_), Some(stem)) = (&self.details, tensor.name.strip_suffix(".weight")) else { return Ok(None) };
+        let (Details::Hfq(_), Some(stem)) = (&self.details, tensor.name.strip_suffix(".weight")) else {
+            return Ok(None);
+        };
         let Some(i) = self.by_name.get(&format!("{stem}.awq_scale.weight")) else { return Ok(None) };
         let sidecar = &self.tensors[*i];
+        if let Encoding::Format(f) = tensor.encoding
+            && f.basis() != Basis::Rotated
+        {
+            let file = self.files[tensor.file].name().into();
+            let what = format!("it is {f}, which is not rotated, but has the AWQ sidecar {}", sidecar.name);
+            return Err(Error::UnsupportedTensor { file, tensor: tensor.name.clone(), what });
+        }
         let k = tensor.matrix().1;
         if sidecar.encoding != Encoding::Format(Format::F16) || sidecar.weights() != k as u64 {
             let file = self.files[sidecar.file].name().into();
@@ -327,9 +345,19 @@ impl RowReader<'_> {
     /// [`Error::RowRange`] for a range outside the tensor, [`Error::Length`] for a wrong `out`, [`Error::Io`].
     pub fn read(&self, rows: Range<usize>, scratch: &mut Scratch, out: &mut [f32]) -> Result<()> {
         let unit = self.source.rows;
-        if rows.start > rows.end || rows.end > self.m || !rows.start.is_multiple_of(unit) || !rows.end.is_multiple_of(unit) {
+        if rows.start > rows.end
+            || rows.end > self.m
+            || !rows.start.is_multiple_of(unit)
+            || !rows.end.is_multiple_of(unit)
+        {
             let why = "the range must lie in the tensor and be of whole tiles";
-            return Err(Error::RowRange { tensor: self.tensor.name.clone(), start: rows.start, end: rows.end, rows: self.m, why });
+            return Err(Error::RowRange {
+                tensor: self.tensor.name.clone(),
+                start: rows.start,
+                end: rows.end,
+                rows: self.m,
+                why,
+            });
         }
         if out.len() != rows.len() * self.k {
             return Err(Error::Mismatch {

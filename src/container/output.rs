@@ -40,8 +40,11 @@ impl OutputFile {
     /// # Errors
     /// [`Error::Io`], for example when the disk is full.
     pub fn write_at(&self, offset: u64, data: &[u8]) -> Result<()> {
-        write_all_at(self.temp.as_file(), offset, data)
-            .map_err(|source| Error::Io { action: "write", path: self.path.clone(), source })
+        write_all_at(self.temp.as_file(), offset, data).map_err(|source| Error::Io {
+            action: "write",
+            path: self.path.clone(),
+            source,
+        })
     }
 
     /// Path of the unfinished file, for libraries that write by path.

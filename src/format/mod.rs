@@ -312,9 +312,7 @@ impl FromStr for Format {
         let wanted = name.to_ascii_lowercase();
         TABLE
             .iter()
-            .find(|s| {
-                s.name == wanted || s.aliases.contains(&&*wanted) || s.wire_name.eq_ignore_ascii_case(&wanted)
-            })
+            .find(|s| s.name == wanted || s.aliases.contains(&&*wanted) || s.wire_name.eq_ignore_ascii_case(&wanted))
             .map(|s| s.format)
             .ok_or_else(|| Error::UnknownFormat { name: name.into(), known: Self::known_names() })
     }

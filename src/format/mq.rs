@@ -184,26 +184,27 @@ fn encode_v1<const BITS: usize>(w: &[f32], bytes: &mut [u8]) -> Result<(), Fault
 
 /// How a generation's header gives the scale and zero of each half.
 #[derive(Clone, Copy)]
-enum Header {
+pub(crate) enum Header {
     V2,
     C,
     V1,
 }
 
-#[inline(always)]
-fn half_at(b: &[u8], at: usize) -> f32 {
-    f16::from_le_bytes([b[at], b[at + 1]]).to_f32()
+impl Header {
+    /// Scale and zero of half `h` of the group that begins at `b`.
+    #[inline(always)]
+    pub(crate) fn pair(self, b: &[u8], h: usize) -> (f32, f32) {
+        match self {
+            Header::V2 => (half_at(b, 4 * h), half_at(b, 4 * h + 2)),
+            Header::C => (half_at(b, 0), half_at(b, 2)),
+            Header::V1 => (f32::from_le_bytes([b[0], b[1], b[2], b[3]]), f32::from_le_bytes([b[4], b[5], b[6], b[7]])),
+        }
+    }
 }
 
 #[inline(always)]
-fn pairs(header: Header, b: &[u8]) -> [(f32, f32); 2] {
-    match header {
-        Header::V2 => [(half_at(b, 0), half_at(b, 2)), (half_at(b, 4), half_at(b, 6))],
-        Header::C => [(half_at(b, 0), half_at(b, 2)); 2],
-        Header::V1 => {
-            [(f32::from_le_bytes([b[0], b[1], b[2], b[3]]), f32::from_le_bytes([b[4], b[5], b[6], b[7]])); 2]
-        }
-    }
+pub(crate) fn half_at(b: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([b[at], b[at + 1]]).to_f32()
 }
 
 /// Decodes groups, or (`MAGNITUDE`) gives |q·scale| + |zero| per weight.
@@ -212,7 +213,8 @@ fn decode_groups<const BITS: usize, const MAGNITUDE: bool>(header: Header, bytes
     for (b, out) in bytes.chunks_exact(group_bytes(BITS)).zip(out.chunks_exact_mut(GROUP)) {
         let mut codes = [0u8; GROUP];
         bitstream::unpack::<BITS>(&b[HEADER..], &mut codes);
-        for (h, (scale, zero)) in pairs(header, b).into_iter().enumerate() {
+        for h in 0..2 {
+            let (scale, zero) = header.pair(b, h);
             let (scale, zero) = if MAGNITUDE { (scale.abs(), zero.abs()) } else { (scale, zero) };
             for (q, o) in codes[h * HALF..][..HALF].iter().zip(&mut out[h * HALF..][..HALF]) {
                 *o = f32::from(*q) * scale + zero;

@@ -228,7 +228,9 @@ mod tests {
         assert_eq!(of(43), "qt 43: retired id");
         assert_eq!(of(22), "qt 22 index: not a weight");
         assert_eq!(of(200), "qt 200: unknown");
-        for (qt, f) in [(44, Format::Mq4V2), (45, Format::Mq4C), (13, Format::Mq4V1), (3, Format::Q8_0), (50, Format::Mq2V2)] {
+        for (qt, f) in
+            [(44, Format::Mq4V2), (45, Format::Mq4C), (13, Format::Mq4V1), (3, Format::Q8_0), (50, Format::Mq2V2)]
+        {
             assert_eq!(from_qt(qt), Ok(f));
         }
     }

@@ -194,7 +194,7 @@ fn outputs<B: BasisMarker>(
 }
 
 /// Whether `w` takes `x`, and `y0` is one value per output.
-fn check<B: BasisMarker>(op: &str, w: &Weights<B>, x: &Activation<B>, y0: Option<&[f32]>) -> Result<()> {
+pub(crate) fn check<B: BasisMarker>(op: &str, w: &Weights<B>, x: &Activation<B>, y0: Option<&[f32]>) -> Result<()> {
     let name = w.name();
     let equal = |left_name, left, right_name, right| {
         if left == right {

@@ -103,11 +103,11 @@ fn count(n: u64, what: &str) -> String {
 
 /// What was measured: formats that do not fit every shape may have seen fewer tensors than others.
 fn extent(rows: &[CodecError]) -> String {
-    let span = |f: fn(&CodecError) -> u64, what: &str| {
-        let (min, max) = rows.iter().map(f).fold((u64::MAX, 0), |(a, b), n| (a.min(n), b.max(n)));
-        if min == max { count(max, what) } else { format!("{} (fewer for some formats)", count(max, what)) }
-    };
-    format!("{}, {}", span(|r| r.tensors, "tensor"), span(|r| r.logical_weights, "weight"))
+    let most = |f: fn(&CodecError) -> u64| rows.iter().map(f).max().unwrap_or(0);
+    let (tensors, weights) = (most(|r| r.tensors), most(|r| r.logical_weights));
+    let all = rows.iter().all(|r| (r.tensors, r.logical_weights) == (tensors, weights));
+    let note = if all { "" } else { " (fewer for some formats)" };
+    format!("{}, {}{note}", count(tensors, "tensor"), count(weights, "weight"))
 }
 
 fn draw(path: &Path, title: &str, source: &str, rows: &[CodecError]) -> Result<(), String> {
@@ -119,8 +119,8 @@ fn draw(path: &Path, title: &str, source: &str, rows: &[CodecError]) -> Result<(
     let (body, foot) = rest.split_vertically(SIZE.1 - 104 - 92);
     let (left, right) = body.split_horizontally(800);
 
-    let bold = (FONT, 30).into_font().style(FontStyle::Bold).color(&INK);
-    head.draw_text(&fit(title, 72), &bold, (36, 24)).map_err(said)?;
+    let bold = (FONT, 28, FontStyle::Bold).into_font().color(&INK);
+    head.draw_text(&fit(title, 70), &bold, (36, 24)).map_err(said)?;
     let subtitle = fit(&format!("{source}: {}", extent(rows)), 130);
     head.draw_text(&subtitle, &text(19, QUIET, HPos::Left, VPos::Top), (36, 68)).map_err(said)?;
 
@@ -207,7 +207,7 @@ fn errors(root: &Panel, panel: &Panel, rows: &[&CodecError]) -> Result<(), Strin
         .bold_line_style(GRID)
         .light_line_style(GRID.mix(0.45))
         .axis_style(QUIET)
-        .x_labels((x1 - x0) as usize + 1)
+        .x_labels(((x1 - x0) as usize + 1).min(12))
         .x_max_light_lines(1)
         .x_label_formatter(&|x| short(*x))
         .x_desc("stored bits per weight (headers and padding included)")
@@ -255,13 +255,13 @@ fn errors(root: &Panel, panel: &Panel, rows: &[&CodecError]) -> Result<(), Strin
         .margin(14)
         .background_style(WHITE)
         .border_style(GRID)
-        .label_font(text(18, INK, HPos::Left, VPos::Center))
+        .label_font(text(18, INK, HPos::Left, VPos::Top))
         .draw()
         .map_err(said)?;
 
     // V2 names stand left of their points, below the falling line; the others right of theirs, above it. Where
     // points meet, names make room for each other.
-    let mut taken: Vec<(i32, i32, bool)> = Vec::new();
+    let mut taken: Vec<(std::ops::Range<i32>, i32)> = Vec::new();
     let mut order: Vec<&&CodecError> = rows.iter().collect();
     order.sort_by(|a, b| b.mse.total_cmp(&a.mse));
     for row in order {
@@ -271,13 +271,15 @@ fn errors(root: &Panel, panel: &Panel, rows: &[&CodecError]) -> Result<(), Strin
             Series::V2 => (NEW, true),
             Series::Other => (OTHER, false),
         };
-        let mut y = if left { y + 12 } else { y - 10 };
-        while taken.iter().any(|(tx, ty, tl)| *tl == left && (tx - x).abs() < 84 && (ty - y).abs() < 18) {
+        let name = label(row);
+        let width = 10 * name.len() as i32;
+        let (span, mut y) = if left { (x - 12 - width..x - 12, y + 12) } else { (x + 13..x + 13 + width, y - 10) };
+        while taken.iter().any(|(s, t)| (t - y).abs() < 18 && s.start < span.end && span.start < s.end) {
             y += if left { 1 } else { -1 };
         }
-        taken.push((x, y, left));
-        let (x, h) = if left { (x - 12, HPos::Right) } else { (x + 13, HPos::Left) };
-        root.draw_text(&label(row), &text(16, color, h, VPos::Center), (x, y)).map_err(said)?;
+        let (at, h) = if left { (span.end, HPos::Right) } else { (span.start, HPos::Left) };
+        taken.push((span, y));
+        root.draw_text(&name, &text(16, color, h, VPos::Center), (at, y)).map_err(said)?;
     }
     Ok(())
 }
@@ -297,7 +299,8 @@ fn power_of_ten(y: f64) -> String {
 /// The right panel.
 fn changes(panel: &Panel, changes: &[GenerationChange]) -> Result<(), String> {
     let said = |e: DrawingAreaErrorKind<_>| e.to_string();
-    let values = || changes.iter().flat_map(|c| [c.overall_percent, c.tail_percent]).flatten().filter(|v| v.is_finite());
+    let values =
+        || changes.iter().flat_map(|c| [c.overall_percent, c.tail_percent]).flatten().filter(|v| v.is_finite());
     if values().next().is_none() {
         let style = text(20, QUIET, HPos::Center, VPos::Center);
         return panel.draw_text("no v1 and V2 format of one width measured", &style, (300, 350)).map_err(said);
@@ -334,8 +337,8 @@ fn changes(panel: &Panel, changes: &[GenerationChange]) -> Result<(), String> {
 
     type Pick = fn(&GenerationChange) -> Option<f64>;
     let sets: [(&str, RGBColor, f64, Pick); 2] = [
-        ("all weights", NEW, 0.10, |c| c.overall_percent),
-        ("each tensor's largest 1 %", TAIL, 0.52, |c| c.tail_percent),
+        ("all weights", NEW, 0.07, |c| c.overall_percent),
+        ("each tensor's largest 1 %", TAIL, 0.51, |c| c.tail_percent),
     ];
     for (name, color, at, pick) in sets {
         let bars: Vec<(f64, f64)> = changes
@@ -344,15 +347,15 @@ fn changes(panel: &Panel, changes: &[GenerationChange]) -> Result<(), String> {
             .filter_map(|(i, c)| Some((i as f64 + at, pick(c).filter(|v| v.is_finite())?)))
             .collect();
         chart
-            .draw_series(bars.iter().map(|&(x, v)| Rectangle::new([(x, 0.0), (x + 0.38, v)], color.filled())))
+            .draw_series(bars.iter().map(|&(x, v)| Rectangle::new([(x, 0.0), (x + 0.42, v)], color.filled())))
             .map_err(said)?
             .label(name)
             .legend(move |(x, y)| Rectangle::new([(x, y - 7), (x + 16, y + 7)], color.filled()));
         let number = |&(x, v): &(f64, f64)| {
             let below = v < 0.0;
-            let style = text(15, INK, HPos::Center, if below { VPos::Top } else { VPos::Bottom });
+            let style = text(14, INK, HPos::Center, if below { VPos::Top } else { VPos::Bottom });
             let gap = if below { 5 } else { -5 };
-            EmptyElement::at((x + 0.19, v)) + Text::new(format!("{v:.1}").replace('-', "−"), (0, gap), style)
+            EmptyElement::at((x + 0.21, v)) + Text::new(format!("{v:.1}").replace('-', "−"), (0, gap), style)
         };
         chart.draw_series(bars.iter().map(number)).map_err(said)?;
     }
@@ -363,16 +366,14 @@ fn changes(panel: &Panel, changes: &[GenerationChange]) -> Result<(), String> {
             EmptyElement::at((i as f64 + 0.5, bottom)) + Text::new(format!("{}{star}", c.bits), (0, 10), style)
         }))
         .map_err(said)?;
-    chart
-        .draw_series(LineSeries::new([(0.0, 0.0), (changes.len() as f64, 0.0)], QUIET))
-        .map_err(said)?;
+    chart.draw_series(LineSeries::new([(0.0, 0.0), (changes.len() as f64, 0.0)], QUIET)).map_err(said)?;
     chart
         .configure_series_labels()
         .position(SeriesLabelPosition::LowerMiddle)
         .margin(12)
         .background_style(WHITE)
         .border_style(GRID)
-        .label_font(text(17, INK, HPos::Left, VPos::Center))
+        .label_font(text(17, INK, HPos::Left, VPos::Top))
         .draw()
         .map_err(said)
 }

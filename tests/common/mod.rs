@@ -244,7 +244,8 @@ pub fn safetensors(tensors: &[StTensor]) -> Vec<u8> {
     let (mut header, mut data) = (Vec::new(), Vec::new());
     for (name, dtype, shape, bytes) in tensors {
         let end = data.len() + bytes.len();
-        header.push(format!(r#""{name}":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{},{end}]}}"#, data.len()));
+        header
+            .push(format!(r#""{name}":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{},{end}]}}"#, data.len()));
         data.extend(bytes);
     }
     safetensors_raw(format!("{{{}}}", header.join(",")).as_bytes(), &data)

@@ -16,12 +16,14 @@ use wildmatch::WildMatch;
 use crate::output;
 
 #[derive(clap::Args)]
-#[command(after_help = "Errors are measured in each format's own basis (rotated for MQ), over the stored weights; the tail is \
+#[command(
+    after_help = "Errors are measured in each format's own basis (rotated for MQ), over the stored weights; the tail is \
                         the largest 1 % of each tensor by magnitude there. Relative RMS is measured on the model's own \
-                        weights, after rotating back. Codec error is no proxy for what a model loses.")]
+                        weights, after rotating back. Codec error is no proxy for what a model loses."
+)]
 pub struct Args {
     /// GGUF, safetensors (file, folder or index) or .hfq
-    input: PathBuf,
+    pub input: PathBuf,
     /// Formats to measure, comma separated [default: every MQ format, v1 and V2]
     #[arg(long, value_delimiter = ',', value_parser = crate::format)]
     formats: Vec<Format>,
@@ -51,7 +53,11 @@ fn select<'a>(source: &'a Container, patterns: &[String]) -> Result<(Vec<&'a Ten
     let matrices = source.tensors().iter().filter(|t| Role::of(&t.name, &t.logical_shape) != Role::Small && matches(t));
     let (decodable, refused): (Vec<_>, Vec<_>) = matrices.partition(|t| !matches!(t.encoding, Encoding::Refused(_)));
     if decodable.is_empty() {
-        return Err(Error::Usage(format!("{}: no matrix to measure (of {} tensors)", source.name(), source.tensors().len())));
+        return Err(Error::Usage(format!(
+            "{}: no matrix to measure (of {} tensors)",
+            source.name(),
+            source.tensors().len()
+        )));
     }
     let why = |t: &&TensorInfo| match &t.encoding {
         Encoding::Refused(what) => format!("{} is left out: {what}", t.name),
@@ -111,7 +117,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let rows = summary.rows();
     let changes = generation_changes(&rows);
     if let Some(path) = &args.plot {
-        let name = args.input.file_name().map_or_else(|| args.input.display().to_string(), |n| n.to_string_lossy().into());
+        let name =
+            args.input.file_name().map_or_else(|| args.input.display().to_string(), |n| n.to_string_lossy().into());
         codec_chart(path, &format!("Codec error on {name}"), &name, &rows)?;
     }
     if args.json {
@@ -125,7 +132,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let mut text = format!("{}: {} matrices, {} weights\n\n", source.name(), matrices.len(), matrices.iter().map(|t| t.weights()).sum::<u64>());
+    let mut text = format!(
+        "{}: {} matrices, {} weights\n\n",
+        source.name(),
+        matrices.len(),
+        matrices.iter().map(|t| t.weights()).sum::<u64>()
+    );
     let line = |e: &CodecError| {
         vec![
             e.format.to_string(),
@@ -141,7 +153,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let percent = |p: Option<f64>| p.map_or("-".into(), |p| format!("{p:+.2} %"));
     if !changes.is_empty() {
         text += "\nchange from v1 to V2:\n";
-        let line = |c: &bitlane::report::codec::GenerationChange| vec![c.bits.to_string(), percent(c.overall_percent), percent(c.tail_percent)];
+        let line = |c: &bitlane::report::codec::GenerationChange| {
+            vec![c.bits.to_string(), percent(c.overall_percent), percent(c.tail_percent)]
+        };
         text += &output::table(&[">bits", ">MSE", ">MSE, largest 1 %"], changes.iter().map(line));
     }
     if args.per_tensor {

@@ -39,7 +39,10 @@ pub fn run(args: &Args) -> Result<ExitCode> {
                 s.standing.note().into(),
             ]
         });
-        output::print(&output::table(&["format", "wire name", ">qt", ">bits/weight", ">block", "basis", "status"], rows))?;
+        output::print(&output::table(
+            &["format", "wire name", ">qt", ">bits/weight", ">block", "basis", "status"],
+            rows,
+        ))?;
     }
     Ok(ExitCode::SUCCESS)
 }

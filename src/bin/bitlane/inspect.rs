@@ -15,7 +15,7 @@ use crate::output;
 #[derive(clap::Args)]
 pub struct Args {
     /// GGUF, safetensors (file, folder or index) or .hfq; with --t2 a raw t2 stream
-    file: PathBuf,
+    pub file: PathBuf,
     /// Read the file as a raw stream of t2 tiles of this shape
     #[arg(long, value_name = "MxK", value_parser = dims)]
     t2: Option<(usize, usize)>,
@@ -95,7 +95,9 @@ fn container(args: &Args, file: &Container) -> Result<ExitCode> {
     let mut problems: Vec<String> =
         rows.iter().filter_map(|r| Some(format!("{}: {}", r.name, r.problem.as_ref()?))).collect();
     let header = match file.details() {
-        Details::Gguf(h) => format!("GGUF version {}, architecture {}, {} keys", h.version, h.architecture(), h.meta.len()),
+        Details::Gguf(h) => {
+            format!("GGUF version {}, architecture {}, {} keys", h.version, h.architecture(), h.meta.len())
+        }
         Details::Safetensors(beside) => {
             let mut names: Vec<_> = beside.keys().copied().collect();
             names.sort_unstable();
@@ -139,7 +141,15 @@ fn container(args: &Args, file: &Container) -> Result<ExitCode> {
             &["tensor", "shape", "stored as", "type", ">bytes", ">bits/weight", "problem"],
             rows.iter().map(|r| {
                 let problem = r.problem.clone().unwrap_or_default();
-                vec![r.name.clone(), r.shape.clone(), r.stored.clone(), r.kind.clone(), r.bytes.to_string(), format!("{:.3}", r.bits), problem]
+                vec![
+                    r.name.clone(),
+                    r.shape.clone(),
+                    r.stored.clone(),
+                    r.kind.clone(),
+                    r.bytes.to_string(),
+                    format!("{:.3}", r.bits),
+                    problem,
+                ]
             }),
         );
         text.push('\n');
@@ -147,7 +157,13 @@ fn container(args: &Args, file: &Container) -> Result<ExitCode> {
             &["type", ">tensors", ">weights", ">bytes", ">bits/weight"],
             order.iter().map(|kind| {
                 let (n, b, w) = by_type[kind];
-                vec![(*kind).into(), n.to_string(), w.to_string(), b.to_string(), format!("{:.3}", b as f64 * 8.0 / w.max(1) as f64)]
+                vec![
+                    (*kind).into(),
+                    n.to_string(),
+                    w.to_string(),
+                    b.to_string(),
+                    format!("{:.3}", b as f64 * 8.0 / w.max(1) as f64),
+                ]
             }),
         );
         text += &format!(
@@ -171,7 +187,8 @@ fn container(args: &Args, file: &Container) -> Result<ExitCode> {
 
 /// A headerless t2 stream: its shape comes from the command line, its length must agree.
 fn raw_t2(args: &Args, m: usize, k: usize) -> Result<ExitCode> {
-    let bytes = std::fs::read(&args.file).map_err(|source| Error::Io { action: "read", path: args.file.clone(), source })?;
+    let bytes =
+        std::fs::read(&args.file).map_err(|source| Error::Io { action: "read", path: args.file.clone(), source })?;
     let tensor = QuantTensor::new(&args.file.display().to_string(), Format::T2, m, k, bytes, None)?;
     let reserved = tensor.reserved_codes();
     let bad_scales: u64 = t2::tiles(tensor.bytes()).map(|t| t.non_finite_scales()).sum();

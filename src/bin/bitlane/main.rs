@@ -34,14 +34,26 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let command = Cli::parse().command;
+    let input = match &command {
+        Command::Formats(_) => None,
+        Command::Inspect(args) => Some(&args.file),
+        Command::Quantize(args) => Some(&args.input),
+        Command::Compare(args) => Some(&args.input),
+    };
+    let input = input.map(|path| path.display().to_string());
+    let result = match command {
         Command::Formats(args) => formats::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Quantize(args) => quantize::run(&args),
         Command::Compare(args) => compare::run(&args),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("bitlane: {error}");
+        // Errors about a tensor's weights know the tensor; which file it was, the command knows.
+        match input.filter(|i| !error.to_string().contains(i)) {
+            Some(input) => eprintln!("bitlane: {input}: {error}"),
+            None => eprintln!("bitlane: {error}"),
+        }
         ExitCode::from(match error {
             Error::Usage(_) | Error::UnknownFormat { .. } => 2,
             Error::Cancelled => 130,

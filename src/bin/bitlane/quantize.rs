@@ -16,11 +16,13 @@ use serde_json::json;
 use crate::output;
 
 #[derive(clap::Args)]
-#[command(after_help = "Defaults: weight matrices and the head (lm_head) in --format; the token embedding in q8_0; norms, \
-                        biases and other small tensors in f16. The output appears whole or not at all.")]
+#[command(
+    after_help = "Defaults: weight matrices and the head (lm_head) in --format; the token embedding in q8_0; norms, \
+                        biases and other small tensors in f16. The output appears whole or not at all."
+)]
 pub struct Args {
     /// GGUF, safetensors (file, folder or index) or .hfq
-    input: PathBuf,
+    pub input: PathBuf,
     /// The .hfq file to write
     output: PathBuf,
     /// Format of weight matrices and of the head
@@ -54,7 +56,8 @@ enum Rounding {
 }
 
 fn override_(text: &str) -> Result<(String, Format), String> {
-    let (pattern, format) = text.rsplit_once('=').ok_or("give PATTERN=FORMAT, for example '*.down_proj.weight=mq6v2'")?;
+    let (pattern, format) =
+        text.rsplit_once('=').ok_or("give PATTERN=FORMAT, for example '*.down_proj.weight=mq6v2'")?;
     Ok((pattern.into(), format.parse().map_err(|e: Error| e.to_string())?))
 }
 
@@ -96,7 +99,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         eprintln!("bitlane: warning: {w}");
     }
     let bar = if std::io::stderr().is_terminal() { ProgressBar::new(plan.weights()) } else { ProgressBar::hidden() };
-    if let Ok(style) = ProgressStyle::with_template("{bar:40} {percent:>3}% {human_pos}/{human_len} weights, {eta} left") {
+    if let Ok(style) =
+        ProgressStyle::with_template("{bar:40} {percent:>3}% {human_pos}/{human_len} weights, {eta} left")
+    {
         bar.set_style(style);
     }
     let progress = Bar { bar, cancelled };
