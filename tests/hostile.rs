@@ -243,7 +243,7 @@ fn other_files() {
         refused(
             "some.bin",
             head.to_vec(),
-            &["neither GGUF, .hfq nor safetensors", &format!("{:02x?}", &head[..head.len().min(9)])],
+            &["neither GGUF, .hfq nor safetensors", &format!("{:02x?}", &head[..head.len().min(8)])],
         );
     }
     // A safetensors header that is absurdly long is not taken for one.

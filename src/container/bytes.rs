@@ -28,11 +28,12 @@ impl Bytes {
     /// [`Error::Io`] if it cannot be opened or is no regular file.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "open", path: path.into(), source };
-        let file = File::open(path).map_err(io)?;
-        let meta = file.metadata().map_err(io)?;
-        if !meta.is_file() {
+        // Before opening: to open a pipe would wait for its writer.
+        if !std::fs::metadata(path).map_err(io)?.is_file() {
             return Err(io(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file")));
         }
+        let file = File::open(path).map_err(io)?;
+        let meta = file.metadata().map_err(io)?;
         Ok(Bytes { name: path.display().to_string().into(), len: meta.len(), inner: Inner::File(Arc::new(file)) })
     }
 

@@ -143,6 +143,7 @@ impl Container {
         } else if safetensors::sniff(&head) {
             (safetensors::read(&bytes, 0)?, Details::Safetensors(HashMap::new()))
         } else {
+            head.truncate(8);
             return Err(Error::UnknownContainer { file: bytes.name().into(), head });
         };
         Ok(Self::assemble(vec![bytes], tensors, details))

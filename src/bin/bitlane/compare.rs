@@ -77,7 +77,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     };
     let (matrices, left_out) = select(&source, &args.tensor)?;
     for why in &left_out {
-        eprintln!("bitlane: warning: {why}");
+        eprintln!("bitlane: warning: {}", output::visible(why));
     }
     // Before any weight is read: shapes that a format refuses.
     for t in &matrices {

@@ -49,11 +49,10 @@ fn main() -> ExitCode {
         Command::Compare(args) => compare::run(&args),
     };
     result.unwrap_or_else(|error| {
+        let text = error.to_string();
         // Errors about a tensor's weights know the tensor; which file it was, the command knows.
-        match input.filter(|i| !error.to_string().contains(i)) {
-            Some(input) => eprintln!("bitlane: {input}: {error}"),
-            None => eprintln!("bitlane: {error}"),
-        }
+        let file = input.filter(|i| !text.contains(i)).map(|i| i + ": ").unwrap_or_default();
+        eprintln!("bitlane: {file}{}", output::visible(&text));
         ExitCode::from(match error {
             Error::Usage(_) | Error::UnknownFormat { .. } => 2,
             Error::Cancelled => 130,

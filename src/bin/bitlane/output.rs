@@ -9,12 +9,17 @@ use comfy_table::{Cell, CellAlignment, Table, presets};
 /// Writes to standard output. A closed pipe (`bitlane inspect … | head`) is no error.
 pub fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    match out.write_all(visible(text).as_bytes()).and_then(|()| out.flush()) {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => {
             Err(Error::Io { action: "write", path: PathBuf::from("standard output"), source: e })
         }
         _ => Ok(()),
     }
+}
+
+/// Names come from files: control characters in them must not reach a terminal.
+pub fn visible(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && c != '\n', "\u{fffd}")
 }
 
 /// Writes a value as JSON.

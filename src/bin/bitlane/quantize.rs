@@ -96,7 +96,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     };
     let plan = quantize::plan(&source, &recipe)?;
     for w in &plan.warnings {
-        eprintln!("bitlane: warning: {w}");
+        eprintln!("bitlane: warning: {}", output::visible(w));
     }
     let bar = if std::io::stderr().is_terminal() { ProgressBar::new(plan.weights()) } else { ProgressBar::hidden() };
     if let Ok(style) =
