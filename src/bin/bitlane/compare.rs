@@ -39,9 +39,9 @@ pub struct Args {
     /// Truncate scales and zeros toward zero instead of rounding to nearest
     #[arg(long)]
     toward_zero: bool,
-    /// Threads (0: one per core)
-    #[arg(long, default_value_t = 0)]
-    threads: usize,
+    /// Threads, at most 1024 (0: one per core)
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=1024))]
+    threads: u16,
     /// Print JSON
     #[arg(long)]
     json: bool,

@@ -67,7 +67,7 @@ fn format(name: &str) -> Result<bitlane::Format> {
 }
 
 /// Runs `f` on a pool of `threads` threads (0: one per core).
-fn on_threads<T: Send>(threads: usize, f: impl FnOnce() -> Result<T> + Send) -> Result<T> {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+fn on_threads<T: Send>(threads: u16, f: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.into()).build();
     pool.map_err(|e| Error::Usage(format!("cannot start {threads} threads: {e}")))?.install(f)
 }

@@ -41,9 +41,9 @@ pub struct Args {
     /// How scales and zeros become fp16; `toward-zero` reproduces files of the family's own encoder
     #[arg(long, value_enum, default_value_t = Rounding::NearestEven)]
     rounding: Rounding,
-    /// Threads (0: one per core)
-    #[arg(long, default_value_t = 0)]
-    threads: usize,
+    /// Threads, at most 1024 (0: one per core)
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=1024))]
+    threads: u16,
     /// Print JSON
     #[arg(long)]
     json: bool,

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 use crate::error::Result;
 use crate::format::mq::{HALF, HEADER, Header, group_bytes, half_at};
-use crate::format::{Format, bitstream, t2};
+use crate::format::{Format, Spec, bitstream, t2};
 use crate::oracle;
 use crate::tensor::{Activation, BasisMarker, Weights};
 
@@ -191,26 +191,47 @@ fn t2_rows(bytes: &[u8], p: &Prepared, n: usize, out: &mut [f32]) {
     }
 }
 
-/// A row of decoded weights times every vector.
+/// Columns that are decoded at a time: they stay in the first cache until every vector has used them.
+const COLUMNS: usize = 1024;
+
+/// Adds w·x into lanes that stay apart; four registers of them, so that additions need not wait for each other.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2+fma+f16c"))]
-fn dense_row(w: &[f32], x: &[f32], width: usize, out: &mut [f32]) {
-    for (x, o) in x.chunks_exact(width).zip(out) {
-        let mut acc = [[0f32; LANES]; 4];
-        let (w4, w) = w[..width].as_chunks::<{ 4 * LANES }>();
-        let (x4, x) = x.as_chunks::<{ 4 * LANES }>();
-        for (w, x) in w4.iter().zip(x4) {
-            for a in 0..4 {
-                for i in 0..LANES {
-                    acc[a][i] += w[a * LANES + i] * x[a * LANES + i];
-                }
+fn add_dense(w: &[f32], x: &[f32], lanes: &mut [[f32; LANES]; 4]) {
+    let (w4, w) = w.as_chunks::<{ 4 * LANES }>();
+    let (x4, x) = x.as_chunks::<{ 4 * LANES }>();
+    for (w, x) in w4.iter().zip(x4) {
+        for ((lanes, w), x) in lanes.iter_mut().zip(w.as_chunks::<LANES>().0).zip(x.as_chunks::<LANES>().0) {
+            for ((lane, w), x) in lanes.iter_mut().zip(w).zip(x) {
+                *lane += w * x;
             }
         }
-        let mut sum = [0f32; LANES];
-        for i in 0..LANES {
-            sum[i] = (acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i]);
+    }
+    for ((lane, w), x) in lanes.as_flattened_mut().iter_mut().zip(w).zip(x) {
+        *lane += w * x;
+    }
+}
+
+/// One row of a format without codes; `out` is one value per vector. A padded column has no x, and adds nothing.
+fn dense_row(spec: &Spec, bytes: &[u8], x: &[f32], width: usize, out: &mut [f32]) {
+    let mut scratch = [0f32; COLUMNS];
+    for (block, out) in out.chunks_mut(VECTORS).enumerate() {
+        let mut lanes = [[[0f32; LANES]; 4]; VECTORS];
+        for (c, bytes) in bytes.chunks(COLUMNS / spec.block_cols * spec.block_bytes).enumerate() {
+            let w = &mut scratch[..bytes.len() / spec.block_bytes * spec.block_cols];
+            spec.codec.decode(bytes, w.len(), w);
+            for (v, lanes) in lanes[..out.len()].iter_mut().enumerate() {
+                let x = &x[(block * VECTORS + v) * width..][..width];
+                let x = &x[c * COLUMNS..width.min(c * COLUMNS + w.len())];
+                add_dense(&w[..x.len()], x, lanes);
+            }
         }
-        let tail: f32 = w.iter().zip(x).map(|(w, x)| w * x).sum();
-        *o = tree(sum) + tail;
+        for (o, l) in out.iter_mut().zip(&lanes) {
+            let mut sum = [0f32; LANES];
+            for (i, s) in sum.iter_mut().enumerate() {
+                *s = (l[0][i] + l[1][i]) + (l[2][i] + l[3][i]);
+            }
+            *o = tree(sum);
+        }
     }
 }
 
@@ -269,15 +290,11 @@ pub fn gemv<B: BasisMarker>(w: &Weights<B>, x: &Activation<B>, y: &mut [f32], ac
             let p = Prepared::new(x.data(), k, 2);
             tasks.for_each(|(b, o)| t2_rows(b, &p, n, o));
         }
-        Kernel::Dense => tasks.for_each_init(
-            || vec![0f32; k],
-            |row, (bytes, out)| {
-                for (b, o) in bytes.chunks_exact(strip).zip(out.chunks_exact_mut(n)) {
-                    spec.codec.decode(b, k, row);
-                    dense_row(row, x.data(), x.width(), o);
-                }
-            },
-        ),
+        Kernel::Dense => tasks.for_each(|(bytes, out)| {
+            for (b, o) in bytes.chunks_exact(strip).zip(out.chunks_exact_mut(n)) {
+                dense_row(spec, b, x.data(), x.width(), o);
+            }
+        }),
     }
     for (r, row) in by_row.chunks_exact(n).enumerate() {
         for (token, v) in row.iter().enumerate() {
