@@ -204,12 +204,18 @@ pub enum Error {
         /// All names, comma separated.
         known: String,
     },
+    /// Two tensors of a file to be written would have the same name.
+    #[error("two tensors would be called {tensor}")]
+    DuplicateTensor {
+        /// The name.
+        tensor: String,
+    },
     /// A container has no number for a format.
     #[error("tensor {tensor}: {container} has no number for {format}: {why}")]
     NotStorable {
         /// The tensor.
         tensor: String,
-        /// "hfq".
+        /// Where the number would have to be: "the .hfq register".
         container: &'static str,
         /// The format.
         format: Format,

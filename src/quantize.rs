@@ -4,15 +4,15 @@
 //! then streams: every worker reads a few rows, encodes them and writes them at their final place, so
 //! that memory is a few megabytes per thread, whatever the size of the model.
 
+mod metadata;
+
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
-use serde_json::{Map, Value as Json, json};
 use wildmatch::WildMatch;
 
-use crate::container::arch::{self, Arch, RowOrder};
-use crate::container::{Container, Details, OutputFile, RowReader, Scratch, TensorInfo, hfq};
+use crate::container::arch::{self, Arch, Mapped, RowOrder};
+use crate::container::{Container, Details, Encoding, OutputFile, RowReader, Scratch, TensorInfo, hfq};
 use crate::error::{Error, Result};
 use crate::format::{Format, ScaleRounding, Standing};
 use crate::tensor::{EncodeOptions, StripEncoder};
@@ -160,52 +160,43 @@ pub fn plan<'a>(source: &'a Container, recipe: &Recipe) -> Result<Plan<'a>> {
         _ => None,
     };
     let mut warnings = Vec::new();
-    let mut used = vec![false; recipe.overrides.len() + recipe.skip.len()];
+    let mut unused: Vec<&str> =
+        recipe.overrides.iter().map(|(p, _)| p.as_str()).chain(recipe.skip.iter().map(String::as_str)).collect();
     let mut steps = Vec::new();
     for (i, tensor) in source.tensors().iter().enumerate() {
-        let mapped = match arch {
-            Some((a, header)) => a.map(header, &tensor.name),
-            None => Some(arch::Mapped { name: tensor.name.clone(), rows: RowOrder::Same, add: 0.0 }),
-        };
-        let mapped = mapped.unwrap_or_else(|| {
-            warnings.push(format!("tensor {} has no Hugging Face name; it keeps its own", tensor.name));
-            arch::Mapped { name: tensor.name.clone(), rows: RowOrder::Same, add: 0.0 }
-        });
+        let mapped = arch.map_or_else(|| Some(Mapped::same(&tensor.name)), |(a, header)| a.map(header, &tensor.name));
+        let name = mapped.as_ref().map_or(&tensor.name, |m| &m.name).clone();
         let matches = |p: &str| {
             let p = WildMatch::new(p);
-            p.matches(&mapped.name) || p.matches(&tensor.name)
+            p.matches(&name) || p.matches(&tensor.name)
         };
-        for (n, (p, _)) in recipe.overrides.iter().enumerate() {
-            used[n] |= matches(p);
-        }
-        let mut skipped = false;
-        for (n, p) in recipe.skip.iter().enumerate() {
-            let hit = matches(p);
-            used[recipe.overrides.len() + n] |= hit;
-            skipped |= hit;
-        }
-        if skipped {
-            warnings.push(format!("tensor {} is left out, as asked", tensor.name));
+        unused.retain(|p| !matches(p));
+        if let Some(why) = left_out(source, tensor, recipe.skip.iter().any(|p| matches(p))) {
+            warnings.push(format!("tensor {} is left out: {why}", tensor.name));
             continue;
         }
-        if source.is_awq_sidecar(tensor) {
-            warnings
-                .push(format!("tensor {} is dropped: its scales are divided out of the weights again", tensor.name));
-            continue;
-        }
-        if mapped.name.contains(".experts.") || mapped.name.contains("_exps.") {
-            let what = format!("tensor {} belongs to a mixture of experts, which is not supported", tensor.name);
-            return Err(Error::UnsupportedModel { file: source.name().into(), what });
-        }
-        source.rows(tensor).map_err(|e| match e {
-            Error::UnsupportedTensor { file, tensor, what } => {
-                Error::UnsupportedTensor { file, tensor, what: format!("{what}; skip it to convert the rest") }
+        let mapped = match mapped {
+            Some(mapped) => mapped,
+            None if arch::CONSTANTS.contains(&tensor.name.as_str()) => {
+                warnings.push(format!(
+                    "tensor {} has no Hugging Face name: it is carried along, config does not know it",
+                    tensor.name
+                ));
+                Mapped::same(&tensor.name)
             }
-            other => other,
-        })?;
+            None => {
+                let what = format!(
+                    "tensor {}: architecture {} is not known to have it, so neither its row order nor its offset; skip it to convert the rest",
+                    tensor.name,
+                    arch.map_or("", |(a, _)| a.gguf)
+                );
+                return Err(Error::UnsupportedModel { file: source.name().into(), what });
+            }
+        };
+        check(source, tensor, &mapped)?;
         let overridden = recipe.overrides.iter().rev().find(|(p, _)| matches(p)).map(|(_, f)| *f);
         let format = overridden.unwrap_or_else(|| recipe.by_role(&mapped.name, &tensor.logical_shape));
-        check_rows(source, tensor, &mapped)?;
+        hfq::qt(&mapped.name, format)?;
         let (m, k) = tensor.matrix();
         let (_, bytes) = crate::tensor::geometry(&mapped.name, format, m, k)?;
         steps.push(Step {
@@ -218,29 +209,46 @@ pub fn plan<'a>(source: &'a Container, recipe: &Recipe) -> Result<Plan<'a>> {
             add: mapped.add,
         });
     }
-    let patterns = recipe.overrides.iter().map(|(p, _)| p).chain(&recipe.skip);
-    if let Some((_, p)) = used.iter().zip(patterns).find(|(used, _)| !**used) {
+    if let Some(p) = unused.first() {
         return Err(Error::Usage(format!("{}: pattern {p:?} matches no tensor", source.name())));
     }
     if steps.is_empty() {
         return Err(Error::UnsupportedModel { file: source.name().into(), what: "it has no tensors".into() });
     }
     warnings.extend(standing_warnings(&steps));
-    let (id, metadata) = metadata(source, arch, recipe.rounding, &steps)?;
+    let about = metadata::of(source, arch, recipe.rounding)?;
     let entries: Vec<hfq::Entry> =
         steps.iter().map(|s| hfq::Entry { name: s.name.clone(), format: s.format, shape: s.shape.clone() }).collect();
-    let layout = hfq::layout(id, metadata, &entries)?;
+    let layout = hfq::layout(about.architecture, about.carried, about.ours, &entries)?;
     Ok(Plan { source, steps, warnings, rounding: recipe.rounding, layout })
 }
 
-/// Interleaved rows need whole heads, and the source's rows to be readable one by one.
-fn check_rows(source: &Container, tensor: &TensorInfo, mapped: &arch::Mapped) -> Result<()> {
-    if let RowOrder::Interleaved { head } = mapped.rows {
+/// Why a tensor is not converted, if it is not.
+fn left_out(source: &Container, tensor: &TensorInfo, skipped: bool) -> Option<&'static str> {
+    if skipped {
+        return Some("as asked");
+    }
+    if source.is_awq_sidecar(tensor) {
+        return Some("its scales are divided out of the weights again");
+    }
+    // An integer buffer that counts 0, 1, 2, …, which some encoders save with their weights.
+    let counts = matches!(tensor.encoding, Encoding::Refused(_)) && tensor.name.ends_with("position_ids");
+    counts.then_some("it is a buffer of integers, not a weight")
+}
+
+/// Refuses a tensor that cannot be read, or not in the model's row order.
+fn check(source: &Container, tensor: &TensorInfo, mapped: &Mapped) -> Result<()> {
+    let unsupported = |what: String| Err(Error::UnsupportedModel { file: source.name().into(), what });
+    if mapped.name.contains(".experts.") || mapped.name.contains("_exps.") {
+        return unsupported(format!("tensor {} belongs to a mixture of experts, which is not supported", tensor.name));
+    }
+    source.rows(tensor)?;
+    if let RowOrder::Interleaved { head, rows } = mapped.rows {
         // A bias is a vector whose elements are the rows.
         let m = if tensor.logical_shape.len() == 1 { tensor.matrix().1 } else { tensor.matrix().0 };
-        if !m.is_multiple_of(head) {
-            let what = format!("tensor {}: {m} rows are no multiple of the head size {head}", tensor.name);
-            return Err(Error::UnsupportedModel { file: source.name().into(), what });
+        if m != rows {
+            let heads = rows / head;
+            return unsupported(format!("tensor {} has {m} rows, not those of {heads} heads of {head}", tensor.name));
         }
     }
     Ok(())
@@ -254,81 +262,6 @@ fn standing_warnings(steps: &[Step]) -> Vec<String> {
     notes.map(|f| format!("{f}: {}", f.spec().standing.note())).collect()
 }
 
-/// Architecture id and JSON of the file to be written.
-fn metadata(
-    source: &Container,
-    arch: Option<(&Arch, &crate::container::gguf::Header)>,
-    rounding: ScaleRounding,
-    steps: &[Step],
-) -> Result<(u32, Map<String, Json>)> {
-    let bad = |name: &str, e: serde_json::Error| Error::UnsupportedModel {
-        file: source.name().into(),
-        what: format!("{name} beside it is not JSON: {e}"),
-    };
-    let mut m = Map::new();
-    let mut id = hfq::NO_ARCHITECTURE;
-    let mut model_type = String::from("unknown");
-    match (source.details(), arch) {
-        (Details::Gguf(header), Some((arch, _))) => {
-            let step = |name: &str| steps.iter().find(|s| s.name == name);
-            let vocab = step("model.embed_tokens.weight").and_then(|s| s.shape.first().copied());
-            id = arch.hfq;
-            model_type = arch.model_type.into();
-            m.insert("source".into(), "gguf".into());
-            m.insert("config".into(), arch.config(header, vocab, step("lm_head.weight").is_none()));
-            let tokenizer =
-                header.meta.iter().filter(|(k, _)| k.starts_with("tokenizer.") || k.starts_with("general."));
-            m.insert(
-                "gguf_meta".into(),
-                tokenizer.map(|(k, v)| (k.clone(), v.to_json())).collect::<Map<_, _>>().into(),
-            );
-            let rope = format!("{}.rope.", header.architecture());
-            let extra = header.meta.iter().filter(|(k, _)| k.starts_with(&rope));
-            m.insert("gguf_rope".into(), extra.map(|(k, v)| (k.clone(), v.to_json())).collect::<Map<_, _>>().into());
-        }
-        (Details::Safetensors(beside), _) => {
-            m.insert("source".into(), "safetensors".into());
-            for (file, text) in beside {
-                if *file == "tokenizer.json" {
-                    m.insert("tokenizer".into(), text.as_str().into());
-                } else {
-                    let value: Json = serde_json::from_str(text).map_err(|e| bad(file, e))?;
-                    m.insert(file.trim_end_matches(".json").into(), value);
-                }
-            }
-            if let Some(t) = m.get("config").and_then(|c| c["model_type"].as_str()) {
-                model_type = t.into();
-                id = arch::hfq_id(t);
-            }
-        }
-        (Details::Hfq(header), _) => {
-            id = header.architecture;
-            for (key, raw) in &header.metadata {
-                if key != "bitlane" {
-                    m.insert(key.clone(), serde_json::from_str(raw.get()).map_err(|e| bad(key, e))?);
-                }
-            }
-            if let Some(a) = m.get("architecture").and_then(Json::as_str) {
-                model_type = a.into();
-            }
-        }
-        (Details::Gguf(_), None) => {}
-    }
-    m.insert("architecture".into(), model_type.as_str().into());
-    let mut ours = json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "source_file": Path::new(source.name()).file_name().map(|n| n.to_string_lossy()),
-        "source_bytes": source.file_len(),
-        "scale_rounding": match rounding { ScaleRounding::NearestEven => "nearest-even", ScaleRounding::TowardZero => "toward-zero" },
-    });
-    if id == hfq::NO_ARCHITECTURE {
-        ours["architecture_id"] =
-            format!("the .hfq register has no id for {model_type}: readers must refuse, not guess").into();
-    }
-    m.insert("bitlane".into(), ours);
-    Ok((id, m))
-}
-
 /// Weights that a worker encodes at a time: 1 MiB of f32, which stays in its cache.
 const CHUNK: usize = 1 << 18;
 
@@ -338,6 +271,9 @@ const CHUNK: usize = 1 << 18;
 /// [`Error::Cancelled`], [`Error::Io`], and what encoding finds ([`Error::NonFinite`], [`Error::OutOfRange`]). In
 /// every case `out` is as it was before.
 pub fn run(plan: &Plan, out: &Path, progress: &dyn Progress) -> Result<()> {
+    if plan.source.reads_from(out) {
+        return Err(Error::Usage(format!("{} is the model that is read: choose another output", out.display())));
+    }
     let file = OutputFile::create(out, plan.layout.len)?;
     file.write_at(0, &plan.layout.header)?;
     let mut jobs = Vec::new();
@@ -349,19 +285,15 @@ pub fn run(plan: &Plan, out: &Path, progress: &dyn Progress) -> Result<()> {
         jobs.extend((0..strips).step_by(per).map(|s| (workers.len(), s..(s + per).min(strips))));
         workers.push(worker);
     }
-    let done = AtomicU64::new(0);
     jobs.par_iter().try_for_each_init(Buffers::default, |buffers, (w, strips)| {
         if progress.cancelled() {
             return Err(Error::Cancelled);
         }
         let worker = &workers[*w];
         worker.encode(strips.clone(), &file, buffers)?;
-        let weights = (strips.len() * worker.unit * worker.k) as u64;
-        done.fetch_add(weights, Ordering::Relaxed);
-        progress.advance(weights);
+        progress.advance((strips.len() * worker.unit * worker.k) as u64);
         Ok(())
     })?;
-    debug_assert_eq!(done.load(Ordering::Relaxed), plan.weights());
     if progress.cancelled() {
         return Err(Error::Cancelled);
     }
@@ -422,14 +354,33 @@ impl<'a> Worker<'a> {
         b.bytes.resize(strips.len() * self.strip_len, 0);
         let sources = b.weights.chunks_exact(self.unit * self.k);
         for (i, (w, out)) in sources.zip(b.bytes.chunks_exact_mut(self.strip_len)).enumerate() {
-            self.encoder.encode(rows.start + i * self.unit, w, &mut b.stored, out)?;
+            let encoded = self.encoder.encode(rows.start + i * self.unit, w, &mut b.stored, out);
+            encoded.map_err(|e| self.in_source(e))?;
         }
         file.write_at(self.offset + (strips.start * self.strip_len) as u64, &b.bytes)
     }
 
+    /// Says where in the source a weight is, which is what its owner can look up.
+    fn in_source(&self, error: Error) -> Error {
+        let tensor = self.reader.name().to_string();
+        match error {
+            Error::NonFinite { row, col, value, .. } if self.m == 1 => {
+                Error::NonFinite { tensor, row, col: self.rows.source(col), value }
+            }
+            Error::NonFinite { row, col, value, .. } => {
+                Error::NonFinite { tensor, row: self.rows.source(row), col, value }
+            }
+            Error::OutOfRange { format, row, col, col_end, what, value, limit, .. } => {
+                let row = if self.m == 1 { row } else { self.rows.source(row) };
+                Error::OutOfRange { tensor, format, row, col, col_end, what, value, limit }
+            }
+            other => other,
+        }
+    }
+
     /// Reads rows in the model's order.
     fn read(&self, rows: std::ops::Range<usize>, b: &mut Buffers) -> Result<()> {
-        let RowOrder::Interleaved { head } = self.rows else {
+        let RowOrder::Interleaved { head, .. } = self.rows else {
             return self.reader.read(rows, &mut b.scratch, &mut b.weights);
         };
         if self.m == 1 {

@@ -114,10 +114,29 @@ fn quantize_and_inspect() {
     let q =
         j["tensors"].as_array().unwrap().iter().find(|t| t["name"] == "model.layers.0.mlp.down_proj.weight").unwrap();
     assert_eq!(
-        (&q["shape"], &q["stored"], &q["bytes"]),
-        (&json!("[64, 300]"), &json!("[64, 512]"), &json!(64 * 2 * 136))
+        (&q["shape"], &q["stored_shape"], &q["bytes"]),
+        (&json!([64, 300]), &json!([64, 512]), &json!(64 * 2 * 136))
     );
-    has(q["type"].as_str().unwrap(), &["mq4v2", "qt 44"]);
+    assert_eq!(
+        (&q["type"], &q["format"], &q["qt"], &q["wire_name"]),
+        (&json!("qt 44 MQ4G256V2"), &json!("mq4v2"), &json!(44), &json!("MQ4G256V2"))
+    );
+    assert_eq!((&q["weights"], &q["problem"], &q["shard"]), (&json!(64 * 300), &Json::Null, &json!(0)));
+    assert_eq!(q["bits_per_weight"], (64 * 2 * 136 * 8) as f64 / (64 * 300) as f64);
+    assert!(j.get("reserved_codes").is_none());
+    // Blobs lie one after the other from the data offset on, to the end of the file.
+    let h = &j["header"];
+    assert_eq!(
+        (&h["version"], &h["architecture_id"], &h["trailing_bytes"], &h["data_offset"]),
+        (&json!(1), &json!(0), &json!(0), &j["tensors"][0]["offset"])
+    );
+    assert!(h["metadata_keys"].as_array().unwrap().contains(&json!("config")), "{h}");
+    let mut at = h["data_offset"].as_u64().unwrap();
+    for t in j["tensors"].as_array().unwrap() {
+        assert_eq!(t["offset"], at, "{t}");
+        at += t["bytes"].as_u64().unwrap();
+    }
+    assert_eq!(j["file_bytes"], at);
 
     let args = [
         "quantize",
@@ -137,12 +156,26 @@ fn quantize_and_inspect() {
     let formats: Vec<_> = j["tensors"].as_array().unwrap().iter().map(|t| t["format"].as_str().unwrap()).collect();
     assert_eq!(formats, ["mq3v2", "mq3v2", "mq6v2"]);
     assert_eq!(j["tensors"][1]["from"], "blk.0.attn_q.weight");
+    let down = &j["tensors"][2];
+    assert_eq!(
+        (&down["qt"], &down["shape"], &down["stored_shape"]),
+        (&json!(47), &json!([64, 300]), &json!([64, 512])),
+        "{down}"
+    );
     assert_eq!(j["file_bytes"], std::fs::metadata(&out).unwrap().len());
     has(j["warnings"][0].as_str().unwrap(), &["output_norm.weight is left out"]);
 
     // GGUF and safetensors can be looked at too, also as a folder.
     let (text, _) = expect(0, &["inspect", &input]);
-    has(&text, &["GGUF version 3", "architecture llama", "blk.0.attn_q.weight", "F32", "32.000"]);
+    has(&text, &["GGUF version 3", "architecture llama", "blk.0.attn_q.weight", "F32", "32.000", "no problems found"]);
+    assert!(!text.contains("note:"), "{text}");
+    let (text, _) = expect(0, &["inspect", &input, "--json"]);
+    let j: Json = serde_json::from_str(&text).unwrap();
+    let h = &j["header"];
+    assert_eq!((&h["version"], &h["architecture"], &h["keys"]), (&json!(3), &json!("llama"), &json!(4)), "{h}");
+    let t = &j["tensors"][0];
+    assert_eq!((&t["type"], &t["format"], &t["bytes"]), (&json!("F32"), &json!("f32"), &json!(2560)));
+    assert_eq!((&t["shape"], &t["stored_shape"]), (&json!([10, 64]), &json!([10, 64])));
     let folder = f.path().join("hf");
     std::fs::create_dir(&folder).unwrap();
     let bytes = common::safetensors(&[("a.weight", "BF16", &[2, 4], vec![0; 16])]);
@@ -150,6 +183,9 @@ fn quantize_and_inspect() {
     common::write(&folder, "config.json", b"{}");
     let (text, _) = expect(0, &["inspect", &folder.display().to_string()]);
     has(&text, &["safetensors, beside it: config.json", "a.weight", "BF16"]);
+    let (text, _) = expect(0, &["inspect", &folder.display().to_string(), "--json"]);
+    let j: Json = serde_json::from_str(&text).unwrap();
+    assert_eq!(j["header"], json!({ "sidecars": ["config.json"] }));
 }
 
 /// MQ2V2 exists as bytes only; whoever meets it is told.
@@ -157,7 +193,10 @@ fn quantize_and_inspect() {
 fn mq2v2_is_never_presented_as_usable() {
     let f = Folder::new();
     let (input, out) = (f.write("model.gguf", &gguf().bytes()), f.at("model.hfq"));
-    let (_, err) = expect(0, &["quantize", &input, &out, "--format", "mq2v2"]);
+    let (text, err) = expect(0, &["quantize", &input, &out, "--format", "mq2v2"]);
+    let line = |name: &str| text.lines().find(|l| l.trim().starts_with(name)).unwrap();
+    assert!(line("mq2v2").ends_with("wire format only: measured and rejected for product quality"), "{text}");
+    assert!(line("f16").ends_with("16.000"), "{text}");
     has(&err, &["bitlane: warning: mq2v2: wire format only: measured and rejected for product quality"]);
     let (text, _) = expect(0, &["quantize", &input, &out, "--format", "MQ2G256V2", "--json"]);
     let j: Json = serde_json::from_str(&text).unwrap();
@@ -172,20 +211,46 @@ fn problems_are_exit_code_3() {
     let mut g = gguf();
     g.tensor("tq2", &[1, 256], 35, vec![0; 66]);
     let (text, _) = expect(3, &["inspect", &f.write("t.gguf", &g.bytes())]);
-    has(&text, &["1 problems", "tq2: ggml type 35 TQ2_0: not supported"]);
+    has(&text, &["1 problem:\n  tq2: ggml type 35 TQ2_0: not supported\n"]);
+    has(&text, &["note: quantize would refuse it: ", "tensor tq2: "]);
+    // Of some types not even the size is known.
+    g.tensor("tq3", &[1, 256], 36, vec![0; 66]);
+    let path = f.write("t.gguf", &g.bytes());
+    let (text, _) = expect(3, &["inspect", &path]);
+    has(&text, &["2 problems:\n  tq2: ", "\n  tq3: "]);
+    let (text, _) = expect(3, &["inspect", &path, "--json"]);
+    let j: Json = serde_json::from_str(&text).unwrap();
+    let t = |name: &str| j["tensors"].as_array().unwrap().iter().find(|t| t["name"] == name).unwrap();
+    assert_eq!((&t("tq2")["type"], &t("tq2")["bytes"]), (&json!("TQ2_0"), &json!(66)));
+    assert_eq!((&t("tq2")["format"], &t("tq2")["qt"], &t("tq2")["wire_name"]), (&Json::Null, &Json::Null, &Json::Null));
+    assert_eq!((&t("tq3")["bytes"], &t("tq3")["bits_per_weight"]), (&Json::Null, &Json::Null));
+    has(t("tq3")["problem"].as_str().unwrap(), &["ggml type 36"]);
 
     let mut h = Hfq::new(0, "{}");
     h.tensor("lloyd", 20, &[1, 256], 256, vec![0; 10]).tensor("ok", 1, &[2], 0, vec![0; 4]);
     let (text, _) = expect(3, &["inspect", &f.write("t.hfq", &h.bytes()), "--json"]);
     let j: Json = serde_json::from_str(&text).unwrap();
     assert_eq!(j["problems"], json!(["lloyd: qt 20 MQ3G256Lloyd: not supported"]));
+    let t = &j["tensors"][0];
+    assert_eq!(
+        (&t["qt"], &t["format"], &t["problem"]),
+        (&json!(20), &Json::Null, &json!("qt 20 MQ3G256Lloyd: not supported"))
+    );
+
+    // A model that cannot be converted can be looked at.
+    let path = f.write("other.gguf", &Gguf::new("mamba").f32("a", &[1], &[0.0]).bytes());
+    let (text, _) = expect(0, &["inspect", &path]);
+    has(&text, &["note: quantize would refuse it: ", "mamba", "no problems found"]);
 
     // Legal, but worth knowing; and what only a scan can see.
     let mut h = Hfq::new(0, "{}");
     h.tensor("ok", 1, &[3], 0, common::f16_bytes(&[1.0, f32::NAN, f32::INFINITY]));
     let path = f.write("t.hfq", &[&h.bytes()[..], b"more"].concat());
-    let (text, _) = expect(3, &["inspect", &path]);
-    has(&text, &["4 bytes after the last blob"]);
+    let (text, _) = expect(0, &["inspect", &path]);
+    has(&text, &["note: 4 bytes after the last blob", "no problems found"]);
+    let (text, _) = expect(0, &["inspect", &path, "--json"]);
+    let j: Json = serde_json::from_str(&text).unwrap();
+    assert_eq!((&j["header"]["trailing_bytes"], &j["problems"]), (&json!(4), &json!([])));
     let path = f.write("t.hfq", &h.bytes());
     expect(0, &["inspect", &path]);
     let (text, _) = expect(3, &["inspect", &path, "--scan"]);
@@ -196,7 +261,7 @@ fn problems_are_exit_code_3() {
     tile.extend(half::f16::from_f32(0.5).to_le_bytes().repeat(64));
     let path = f.write("t.t2", &tile);
     let (text, _) = expect(0, &["inspect", &path, "--t2", "32x256"]);
-    has(&text, &["t2 [32, 256], 1 tiles, 2.125 bits per weight, 0 reserved codes"]);
+    has(&text, &["t2 [32, 256], 1 tile, 2.125 bits per weight, 0 reserved codes"]);
     tile[5] |= 3;
     tile[2049] = 0x7c;
     tile[2048] = 0;
@@ -204,7 +269,121 @@ fn problems_are_exit_code_3() {
     let j: Json = serde_json::from_str(&text).unwrap();
     assert_eq!((&j["reserved_codes"], &j["non_finite_scales"]), (&json!(1), &json!(1)));
     let (_, err) = expect(1, &["inspect", &path, "--t2", "64x256"]);
-    has(&err, &["t.t2", "2176", "4352"]);
+    has(&err, &[&format!("bitlane: {path}: tensor t.t2: "), "2176", "4352"]);
+}
+
+/// Four matrices of a llama, of which one has whole groups; a norm; and a matrix of a type that is not read.
+fn mixed() -> Gguf {
+    let mut g = gguf();
+    let mut rng = Lcg::new(2);
+    g.f32("blk.0.attn_output.weight", &[64, 256], &rng.weights(64 * 256));
+    g.tensor("blk.0.ffn_up.weight", &[2, 256], 34, vec![0; 108]);
+    g
+}
+
+#[test]
+fn compare() {
+    let f = Folder::new();
+    let input = f.write("model.gguf", &mixed().bytes());
+    let (text, err) = expect(0, &["compare", &input]);
+    has(&text, &["4 matrices, 40320 weights", "mq2v2", "rejected for product quality", "mq6v1", "mq4c"]);
+    has(&text, &["change from v1 to V2, all 4 matrices:", "the 1 matrix whose K is a multiple of 256:"]);
+    has(&text, &["equal up to signs", "V2's second scale gains less"]);
+    assert_eq!(text.matches("MSE, largest 1 %").count(), 3, "{text}");
+    has(&err, &["bitlane: warning: blk.0.ffn_up.weight is left out: ggml type 34 TQ1_0"]);
+
+    let json = |args: &[&str]| -> Json {
+        serde_json::from_str(&expect(0, &[&["compare", &input, "--json"], args].concat()).0).unwrap()
+    };
+    let all = json(&[]);
+    assert_eq!(
+        (&all["matrices"], &all["matrices_unpadded"], &all["rounding"]),
+        (&json!(4), &json!(1), &json!("nearest-even"))
+    );
+    assert_eq!((all["changes"].as_array().unwrap().len(), all["changes_unpadded"].as_array().unwrap().len()), (5, 5));
+    assert_ne!(all["changes"], all["changes_unpadded"]);
+
+    // A pattern finds the file's name and the model's; the matrix without padding has one table.
+    for pattern in ["blk.0.attn_output*", "*.self_attn.o_proj.weight"] {
+        let one = json(&["--tensor", pattern]);
+        assert_eq!((&one["matrices"], &one["tensors"][0]["name"]), (&json!(1), &json!("blk.0.attn_output.weight")));
+        assert_eq!((&one["changes"], &one["changes"]), (&all["changes_unpadded"], &one["changes_unpadded"]));
+    }
+    let (text, _) = expect(0, &["compare", &input, "--tensor", "*o_proj*"]);
+    has(&text, &["1 matrix, 16384 weights", "change from v1 to V2:\n"]);
+    assert!(!text.contains("equal up to signs"), "{text}");
+    let (text, _) = expect(0, &["compare", &input, "--tensor", "*q_proj*"]);
+    has(&text, &["all 1 matrix:", "no matrix has a K that is a multiple of 256", "equal up to signs"]);
+    let truncated = json(&["--rounding", "toward-zero", "--tensor", "*o_proj*"]);
+    assert_eq!(truncated["rounding"], "toward-zero");
+    assert_ne!(truncated["formats"], json(&["--tensor", "*o_proj*"])["formats"]);
+
+    // Patterns that measure nothing.
+    let usage = |args: &[&str]| expect(2, &[&["compare", &input], args].concat()).1;
+    has(
+        &usage(&["--tensor", "*o_proj*", "--tensor", "*nothing*"]),
+        &[&input, "pattern \"*nothing*\" matches no tensor"],
+    );
+    has(&usage(&["--tensor", "output_norm*"]), &["pattern \"output_norm*\" matches no matrix"]);
+    has(&usage(&["--tensor", "*up_proj*"]), &["no matrix to measure", "\"*up_proj*\"", "ggml type 34 TQ1_0"]);
+    usage(&["--toward-zero"]);
+    // Of an architecture that is not known, names are the file's only.
+    let mut g = Gguf::new("mamba");
+    let other = f.write("other.gguf", &g.f32("a.weight", &[2, 256], &[0.5; 512]).bytes());
+    expect(0, &["compare", &other, "--tensor", "a.*"]);
+
+    let (text, _) = expect(0, &["compare", "--help"]);
+    has(
+        &text.split_whitespace().collect::<Vec<_>>().join(" "),
+        &["equal up to signs", "a few times the largest tensor as f32", "`bitlane formats`"],
+    );
+    let (text, _) = expect(0, &["quantize", "--help"]);
+    has(&text, &["`bitlane formats`"]);
+}
+
+/// Whatever a file calls its tensors, its text stays on its line and sends nothing to the terminal; JSON has it as it is.
+#[test]
+fn control_characters_stay_in_the_file() {
+    let f = Folder::new();
+    let name = "evil\n\u{1b}[31m\u{9b}weight";
+    let mut g = gguf();
+    g.tensor(name, &[2, 256], 35, vec![0; 132]);
+    let input = f.write("t.gguf", &g.bytes());
+    let shown = "evil\u{fffd}\u{fffd}[31m\u{fffd}weight";
+    let clean = |text: &str| assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text:?}");
+    let (text, _) = expect(3, &["inspect", &input]);
+    clean(&text);
+    has(&text, &[&format!("\n  {shown}: ggml type 35"), &format!("tensor {shown}: ")]);
+    assert_eq!(text.lines().filter(|l| l.contains(shown)).count(), 3, "{text}");
+    let (text, _) = expect(3, &["inspect", &input, "--json"]);
+    let j: Json = serde_json::from_str(&text).unwrap();
+    assert!(j["tensors"].as_array().unwrap().iter().any(|t| t["name"] == name));
+
+    let (_, err) = expect(1, &["quantize", &input, &f.at("out.hfq")]);
+    clean(&err);
+    assert_eq!(err.lines().count(), 1);
+    has(&err, &[shown]);
+    let (_, err) = expect(0, &["quantize", &input, &f.at("out.hfq"), "--skip", "evil*"]);
+    clean(&err);
+    has(&err, &[&format!("bitlane: warning: tensor {shown} is left out")]);
+    let (_, err) = expect(0, &["compare", &input]);
+    clean(&err);
+    has(&err, &[&format!("bitlane: warning: {shown} is left out")]);
+}
+
+/// The result is on the disk, complete; only saying so failed.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_standard_output_is_an_error_but_the_file_is_whole() {
+    let f = Folder::new();
+    let (input, out) = (f.write("model.gguf", &gguf().bytes()), f.at("out.hfq"));
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let run = Command::new(BITLANE).args(["quantize", &input, &out]).stdout(full).output().unwrap();
+    let err = String::from_utf8(run.stderr).unwrap();
+    assert_eq!(run.status.code(), Some(1), "{err}");
+    has(&err, &["bitlane: cannot write standard output: "]);
+    assert!(!err.contains("nothing was written"), "{err}");
+    expect(0, &["inspect", &out, "--scan"]);
 }
 
 /// An empty tensor's other dimension may be anything: a scan must not walk it.
@@ -225,7 +404,8 @@ fn errors_name_file_and_tensor() {
     // 1: something is wrong with the files.
     let missing = f.at("missing.gguf");
     let (_, err) = expect(1, &["inspect", &missing]);
-    has(&err, &["bitlane: ", &missing]);
+    has(&err, &["bitlane: cannot open ", &missing]);
+    assert_eq!(err.matches(&missing).count(), 1, "{err}");
     expect(1, &["quantize", &missing, &out]);
     let junk = f.write("junk.bin", b"not a model at all");
     for args in [&["inspect", &junk][..], &["quantize", &junk, &out]] {
@@ -243,19 +423,27 @@ fn errors_name_file_and_tensor() {
     g.f32("blk.0.attn_v.weight", &[64, 64], &w);
     let nan = f.write("nan.gguf", &g.bytes());
     let (_, err) = expect(1, &["quantize", &nan, &out]);
-    has(&err, &[&nan, "tensor model.layers.0.self_attn.v_proj.weight", "value NaN at row 3, column 9"]);
+    let wanted = "tensor blk.0.attn_v.weight: value NaN at row 3, column 9";
+    has(&err, &[&format!("bitlane: {nan}: {wanted}")]);
+    let (_, err) = expect(1, &["compare", &nan, "--formats", "mq4"]);
+    has(&err, &[&format!("bitlane: {nan}: tensor blk.0.attn_v.weight: value NaN at row 3, column 9")]);
+    // Also where the file's name happens to be in the message anyway.
+    std::fs::copy(&nan, f.at("row")).unwrap();
+    let run = Command::new(BITLANE).current_dir(f.path()).args(["quantize", "row", "out.hfq"]).output().unwrap();
+    assert_eq!(String::from_utf8(run.stderr).unwrap().trim_end(), format!("bitlane: row: {wanted} is not finite"));
     let mut g = gguf();
-    g.tensor("blk.0.x.weight", &[1, 256], 34, vec![0; 54]);
+    g.tensor("blk.0.ffn_up.weight", &[1, 256], 34, vec![0; 54]);
     let tq1 = f.write("tq1.gguf", &g.bytes());
     let (_, err) = expect(1, &["quantize", &tq1, &out]);
-    has(&err, &[&tq1, "blk.0.x.weight", "ggml type 34 TQ1_0"]);
+    has(&err, &[&tq1, "blk.0.ffn_up.weight", "ggml type 34 TQ1_0"]);
     let other = f.write("other.gguf", &Gguf::new("mamba").f32("a", &[1], &[0.0]).bytes());
     let (_, err) = expect(1, &["quantize", &other, &out]);
     has(&err, &[&other, "mamba"]);
     let (_, err) = expect(1, &["quantize", &good, &out, "--format", "t2"]);
-    has(&err, &[&good, "t2"]);
+    has(&err, &[&format!("bitlane: {good}: tensor "), "t2"]);
     let (_, err) = expect(1, &["quantize", &good, &f.at("no folder/out.hfq")]);
     has(&err, &["no folder/out.hfq"]);
+    assert!(err.starts_with("bitlane: cannot ") && !err.contains(&good), "{err}");
 
     // 2: the command line makes no sense.
     let (_, err) = expect(2, &["quantize", &good, &out, "--format", "mq7"]);
@@ -336,7 +524,7 @@ fn an_interrupt_leaves_nothing_behind() {
             .unwrap();
         // Its work has begun when its temporary file is there.
         let start = Instant::now();
-        while !common::files(before.folder.path()).iter().any(|n| n.starts_with(".bitlane-") && n.ends_with(".partial"))
+        while !common::files(before.folder.path()).iter().any(|n| n.starts_with(".bitlane-") && n.contains(".partial"))
         {
             assert!(start.elapsed() < Duration::from_secs(60), "no temporary file");
             assert!(child.try_wait().unwrap().is_none(), "it ended before it began");

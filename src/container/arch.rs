@@ -29,33 +29,52 @@ pub struct Arch {
     pub sandwich_norms: bool,
 }
 
-const fn row(
-    gguf: &'static str,
-    model_type: &'static str,
-    class: &'static str,
-    hfq: u32,
-    permuted_qk: bool,
-    norms_plus_one: bool,
-    sandwich_norms: bool,
-) -> Arch {
-    Arch { gguf, model_type, class, hfq, permuted_qk, norms_plus_one, sandwich_norms }
-}
+const PLAIN: Arch = Arch {
+    gguf: "",
+    model_type: "",
+    class: "",
+    hfq: NO_ARCHITECTURE,
+    permuted_qk: false,
+    norms_plus_one: false,
+    sandwich_norms: false,
+};
 
 /// Architectures whose row order and norms are known. Others are refused: a guess would be silent corruption.
 pub static ARCHS: &[Arch] = &[
-    row("llama", "llama", "LlamaForCausalLM", 0, true, false, false),
-    row("qwen2", "qwen2", "Qwen2ForCausalLM", 1, false, false, false),
-    row("qwen3", "qwen3", "Qwen3ForCausalLM", 1, false, false, false),
-    row("gemma", "gemma", "GemmaForCausalLM", NO_ARCHITECTURE, false, true, false),
-    row("gemma2", "gemma2", "Gemma2ForCausalLM", NO_ARCHITECTURE, false, true, true),
-    row("gemma3", "gemma3_text", "Gemma3ForCausalLM", NO_ARCHITECTURE, false, true, true),
+    Arch { gguf: "llama", model_type: "llama", class: "LlamaForCausalLM", hfq: 0, permuted_qk: true, ..PLAIN },
+    Arch { gguf: "qwen2", model_type: "qwen2", class: "Qwen2ForCausalLM", hfq: 1, ..PLAIN },
+    Arch { gguf: "qwen3", model_type: "qwen3", class: "Qwen3ForCausalLM", hfq: 1, ..PLAIN },
+    Arch { gguf: "gemma", model_type: "gemma", class: "GemmaForCausalLM", norms_plus_one: true, ..PLAIN },
+    Arch {
+        gguf: "gemma2",
+        model_type: "gemma2",
+        class: "Gemma2ForCausalLM",
+        norms_plus_one: true,
+        sandwich_norms: true,
+        ..PLAIN
+    },
+    Arch {
+        gguf: "gemma3",
+        model_type: "gemma3_text",
+        class: "Gemma3ForCausalLM",
+        norms_plus_one: true,
+        sandwich_norms: true,
+        ..PLAIN
+    },
 ];
 
-/// Architecture id in .hfq of a Hugging Face `model_type`; none is [`NO_ARCHITECTURE`].
+/// Tensors without a Hugging Face name that are constants of the architecture, not weights: they are carried along
+/// under their own name.
+pub const CONSTANTS: [&str; 1] = ["rope_freqs.weight"];
+
+/// Architecture id in .hfq of a Hugging Face `model_type`; none is [`NO_ARCHITECTURE`]. Beside those of [`ARCHS`], the
+/// types that only safetensors models come in.
 pub fn hfq_id(model_type: &str) -> u32 {
+    if let Some(a) = ARCHS.iter().find(|a| a.model_type == model_type) {
+        return a.hfq;
+    }
     match model_type {
-        "llama" | "mistral" => 0,
-        "qwen2" | "qwen3" => 1,
+        "mistral" => 0,
         "qwen3_5" | "qwen3_5_text" => 5,
         "qwen3_5_moe" | "qwen3_5_moe_text" => 6,
         "gemma4" | "gemma4_text" => 13,
@@ -73,6 +92,8 @@ pub enum RowOrder {
     Interleaved {
         /// Rows of a head.
         head: usize,
+        /// Rows that the tensor must have: those of all its heads.
+        rows: usize,
     },
 }
 
@@ -81,7 +102,7 @@ impl RowOrder {
     pub fn source(self, r: usize) -> usize {
         match self {
             RowOrder::Same => r,
-            RowOrder::Interleaved { head } => {
+            RowOrder::Interleaved { head, .. } => {
                 let (h, in_head) = (r / head, r % head);
                 h * head + 2 * (in_head % (head / 2)) + in_head / (head / 2)
             }
@@ -98,6 +119,13 @@ pub struct Mapped {
     pub rows: RowOrder,
     /// Number to add to every weight.
     pub add: f32,
+}
+
+impl Mapped {
+    /// A tensor that stays as it is.
+    pub fn same(name: &str) -> Self {
+        Mapped { name: name.into(), rows: RowOrder::Same, add: 0.0 }
+    }
 }
 
 impl Arch {
@@ -127,7 +155,7 @@ impl Arch {
                 known.join(", ")
             ))
         })?;
-        if arch.permuted_qk && arch.even_head_dim(header).is_none() {
+        if arch.permuted_qk && (arch.even_head_dim(header).is_none() || arch.heads(header, "attn_q").is_none()) {
             return Err(refuse(format!(
                 "the head size of {name} is not known: rows of q and k cannot be put back in order"
             )));
@@ -165,7 +193,7 @@ impl Arch {
             _ => return None,
         };
         let rows = match (self.permuted_qk && matches!(stem, "attn_q" | "attn_k"), self.even_head_dim(header)) {
-            (true, Some(head)) => RowOrder::Interleaved { head },
+            (true, Some(head)) => RowOrder::Interleaved { head, rows: head * self.heads(header, stem)? },
             (true, None) => return None,
             (false, _) => RowOrder::Same,
         };
@@ -175,6 +203,13 @@ impl Arch {
 
     fn norm_add(&self) -> f32 {
         if self.norms_plus_one { -1.0 } else { 0.0 }
+    }
+
+    /// Heads of q or of k and v, by GGUF's stem.
+    pub fn heads(&self, header: &Header, stem: &str) -> Option<usize> {
+        let number = |key| header.arch(key).and_then(Value::as_u64).and_then(|n| usize::try_from(n).ok());
+        let q = number("attention.head_count");
+        if stem == "attn_q" { q } else { number("attention.head_count_kv").or(q) }
     }
 
     /// The head size that rows of q and k can be permuted by.
@@ -223,6 +258,30 @@ impl Arch {
             }
         }
         c.insert("tie_word_embeddings".into(), tied.into());
+        if let Some(scaling) = header.arch("rope.scaling.type").and_then(Value::as_str).filter(|t| *t != "none") {
+            let mut r = Map::new();
+            r.insert("rope_type".into(), scaling.into());
+            for (hf, gguf) in [
+                ("factor", "rope.scaling.factor"),
+                ("original_max_position_embeddings", "rope.scaling.original_context_length"),
+                ("attention_factor", "rope.scaling.attn_factor"),
+                ("beta_fast", "rope.scaling.yarn_beta_fast"),
+                ("beta_slow", "rope.scaling.yarn_beta_slow"),
+            ] {
+                if let Some(v) = header.arch(gguf) {
+                    r.insert(hf.into(), v.to_json());
+                }
+            }
+            c.insert("rope_scaling".into(), r.into());
+        }
+        if self.norms_plus_one {
+            c.insert("hidden_activation".into(), "gelu_pytorch_tanh".into());
+        }
+        if self.gguf == "gemma3" {
+            // Constants of the architecture that GGUF leaves to the reader.
+            c.insert("rope_local_base_freq".into(), 10_000.0.into());
+            c.insert("sliding_window_pattern".into(), 6.into());
+        }
         Json::Object(c)
     }
 }

@@ -5,12 +5,6 @@ use super::{Bytes, TensorInfo};
 use crate::error::{Error, Result};
 use crate::format::register::GgmlBlock;
 
-/// Weights and bytes of a block.
-pub(crate) fn block(kind: GgmlBlock) -> (usize, usize) {
-    use crate::format::register::{GgmlKind, ggml_type};
-    (0..=14).filter_map(ggml_type).find(|t| t.kind == GgmlKind::Block(kind)).map_or((1, 1), |t| (t.block, t.bytes))
-}
-
 /// Decodes whole blocks: `out` holds as many weights as `bytes` has.
 #[cfg(feature = "ggml-quants")]
 pub(crate) fn decode(kind: GgmlBlock, bytes: &[u8], out: &mut [f32]) {
@@ -19,7 +13,7 @@ pub(crate) fn decode(kind: GgmlBlock, bytes: &[u8], out: &mut [f32]) {
             f(b, o);
         }
     }
-    let size = block(kind).1;
+    let size = kind.block().1;
     match kind {
         GgmlBlock::Q4_0 => each::<32>(size, bytes, out, |b, o| rlx_gguf::dequant_q4_0_block(b, o)),
         GgmlBlock::Q4_1 => each::<32>(size, bytes, out, |b, o| rlx_gguf::dequant_q4_1_block(b, o)),

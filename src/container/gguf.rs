@@ -74,23 +74,21 @@ impl Value {
     }
     /// The value as JSON. An f32 becomes the shortest decimal that reads back as the same f32.
     pub fn to_json(&self) -> serde_json::Value {
-        match self {
-            Value::Uint(v) => (*v).into(),
-            Value::Int(v) => (*v).into(),
-            Value::F32(v) => v.to_string().parse::<f64>().unwrap_or(f64::from(*v)).into(),
-            Value::F64(v) => (*v).into(),
-            Value::Bool(v) => (*v).into(),
-            Value::String(s) => s.as_str().into(),
-            Value::Strings(s) => s.iter().map(String::as_str).collect(),
-            Value::Numbers(n) => n.iter().map(|v| v.to_json()).collect(),
-        }
+        serde_json::to_string(self).and_then(|text| serde_json::from_str(&text)).unwrap_or_default()
     }
-    /// How many elements an array has.
-    pub fn array_len(&self) -> Option<usize> {
+}
+
+impl serde::Serialize for Value {
+    fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
         match self {
-            Value::Strings(s) => Some(s.len()),
-            Value::Numbers(n) => Some(n.len()),
-            _ => None,
+            Value::Uint(v) => s.serialize_u64(*v),
+            Value::Int(v) => s.serialize_i64(*v),
+            Value::F32(v) => s.serialize_f32(*v),
+            Value::F64(v) => s.serialize_f64(*v),
+            Value::Bool(v) => s.serialize_bool(*v),
+            Value::String(v) => s.serialize_str(v),
+            Value::Strings(v) => s.collect_seq(v),
+            Value::Numbers(v) => s.collect_seq(v.iter()),
         }
     }
 }

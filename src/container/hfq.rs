@@ -17,7 +17,7 @@ use serde_json::value::RawValue;
 use super::bytes::{Bytes, Cursor, json_offset, malformed};
 use super::{Encoding, TensorInfo};
 use crate::error::{Error, Result};
-use crate::format::{Format, register};
+use crate::format::{Basis, Format, register};
 
 const NAME: &str = "hfq";
 /// The file's first four bytes.
@@ -38,7 +38,7 @@ pub struct Header {
     /// Architecture id: 0 llama, 1 qwen2/qwen3, … or [`NO_ARCHITECTURE`].
     pub architecture: u32,
     /// The JSON's top-level keys, each value as text.
-    pub metadata: BTreeMap<String, Box<RawValue>>,
+    pub metadata: Metadata,
     /// Where blobs begin.
     pub data_offset: u64,
     /// Bytes after the last blob; legal, and ignored.
@@ -108,7 +108,7 @@ pub(super) fn read(bytes: &Bytes) -> Result<(Header, Vec<TensorInfo>)> {
     let json_len = json_len(bytes, metadata_offset, data_offset)?;
     let mut c = Cursor::new(bytes, NAME, metadata_offset);
     let text = c.string(json_len, "metadata")?;
-    let metadata: BTreeMap<String, Box<RawValue>> = serde_json::from_str(&text)
+    let metadata: Metadata = serde_json::from_str(&text)
         .map_err(|e| malformed(bytes, NAME, metadata_offset + json_offset(&text, &e), e.to_string()))?;
     drop(text);
     let ours: Ours = match metadata.get("bitlane") {
@@ -133,7 +133,7 @@ pub(super) fn read(bytes: &Bytes) -> Result<(Header, Vec<TensorInfo>)> {
         let qt = c.u8("qt")?;
         let ndim = c.u8("dimension count")?;
         let shape = (0..ndim).map(|_| c.u32("dimension").map(u64::from)).collect::<Result<Vec<_>>>()?;
-        let _group_size = c.u32("group size")?;
+        let group_size = c.u32("group size")?;
         let len = c.u64("byte length")?;
         if !names.insert(name.clone()) {
             return Err(c.malformed(at, format!("tensor {name} appears twice")));
@@ -143,7 +143,7 @@ pub(super) fn read(bytes: &Bytes) -> Result<(Header, Vec<TensorInfo>)> {
                 format!("tensor {name}: {len} bytes at {offset} end past the end of the file at {}", bytes.len());
             return Err(c.malformed(at, what));
         };
-        infos.push(tensor(bytes, at, name, qt, shape, offset, len, &ours)?);
+        infos.push(tensor(bytes, at, name, qt, shape, group_size, offset, len, &ours)?);
         offset = end;
     }
     if c.pos() > data_offset {
@@ -164,6 +164,7 @@ fn tensor(
     name: String,
     qt: u8,
     stored_shape: Vec<u64>,
+    group_size: u32,
     offset: u64,
     len: u64,
     ours: &Ours,
@@ -181,6 +182,13 @@ fn tensor(
     let (encoding, type_name) = match register::from_qt(qt) {
         Err(refusal) => (Encoding::Refused(register::qt_refusal(qt, refusal)), format!("qt {qt}")),
         Ok(format) => {
+            // Only G256 and G128 formats are known to have a fixed group size in every writer's files.
+            if format.basis() == Basis::Rotated && group_size != format.spec().group_size {
+                return Err(fault(format!(
+                    "{format} with groups of {group_size} (it has {})",
+                    format.spec().group_size
+                )));
+            }
             let expected = format
                 .blob_len(stored.0, stored.1)
                 .map_err(|why| fault(format!("{format} {stored_shape:?}: {why}")))?;
@@ -220,14 +228,31 @@ pub struct Layout {
     pub len: u64,
 }
 
-/// Lays out a file. `metadata` is a JSON object; `bitlane.logical_k` is added to it where K is padded.
+/// Metadata of a file: top-level keys, each value as JSON text, so that what is carried along stays as it was.
+pub type Metadata = BTreeMap<String, Box<RawValue>>;
+
+/// The register's number for a tensor's format.
+///
+/// # Errors
+/// [`Error::NotStorable`] if it has none.
+pub fn qt(tensor: &str, format: Format) -> Result<u8> {
+    format.spec().qt.ok_or_else(|| Error::NotStorable {
+        tensor: tensor.into(),
+        container: "the .hfq register",
+        format,
+        why: "choose another format for it",
+    })
+}
+
+/// Lays out a file. `ours` becomes the metadata's key `bitlane`, with `logical_k` added where K is padded.
 ///
 /// # Errors
 /// [`Error::NotStorable`] for a format without a qt number; [`Error::Shape`] for a shape that the format
-/// or the index cannot hold.
+/// or the index cannot hold; [`Error::DuplicateTensor`].
 pub fn layout(
     architecture: u32,
-    mut metadata: serde_json::Map<String, serde_json::Value>,
+    mut metadata: Metadata,
+    mut ours: serde_json::Map<String, serde_json::Value>,
     entries: &[Entry],
 ) -> Result<Layout> {
     let mut logical_k = serde_json::Map::new();
@@ -237,14 +262,7 @@ pub fn layout(
     index.extend((entries.len() as u32).to_le_bytes());
     for e in entries {
         let s = e.format.spec();
-        let Some(qt) = s.qt else {
-            return Err(Error::NotStorable {
-                tensor: e.name.clone(),
-                container: "the .hfq register",
-                format: e.format,
-                why: "choose another format for it",
-            });
-        };
+        let qt = qt(&e.name, e.format)?;
         let shape_error = |why: String| Error::Shape {
             tensor: e.name.clone(),
             format: e.format,
@@ -253,7 +271,7 @@ pub fn layout(
             why,
         };
         if !names.insert(e.name.as_str()) {
-            return Err(shape_error("two tensors have this name".into()));
+            return Err(Error::DuplicateTensor { tensor: e.name.clone() });
         }
         let (rows, k) = super::matrix(&e.shape).ok_or_else(|| shape_error("the shape overflows".into()))?;
         let stored = e.format.stored_k(k).map_err(shape_error)?;
@@ -277,12 +295,11 @@ pub fn layout(
         sizes.push(len as u64);
     }
     if !logical_k.is_empty() {
-        let ours = metadata.entry("bitlane").or_insert_with(|| serde_json::Value::Object(serde_json::Map::new()));
-        if let Some(ours) = ours.as_object_mut() {
-            ours.insert("logical_k".into(), logical_k.into());
-        }
+        ours.insert("logical_k".into(), logical_k.into());
     }
-    let json = serde_json::Value::Object(metadata).to_string();
+    metadata.insert("bitlane".into(), raw(&ours.into()));
+    // A map of strings and JSON texts cannot fail to serialize.
+    let json = serde_json::to_string(&metadata).unwrap_or_default();
     let data_offset = (HEADER + json.len() as u64 + index.len() as u64).next_multiple_of(ALIGN);
     let mut header = Vec::with_capacity(data_offset as usize);
     header.extend(MAGIC);
@@ -304,4 +321,9 @@ pub fn layout(
         })
         .collect();
     Ok(Layout { header, blobs, len })
+}
+
+/// A value as JSON text.
+pub fn raw(value: &serde_json::Value) -> Box<RawValue> {
+    RawValue::from_string(value.to_string()).unwrap_or_default()
 }

@@ -113,8 +113,14 @@ impl Container {
     /// [`Error::Io`], [`Error::UnknownContainer`], [`Error::Malformed`].
     pub fn open(path: &Path) -> Result<Self> {
         if path.is_dir() {
-            let index = path.join("model.safetensors.index.json");
-            return Self::open(&if index.exists() { index } else { path.join("model.safetensors") });
+            let found = ["model.safetensors.index.json", "model.safetensors"].map(|name| path.join(name));
+            return match found.iter().find(|f| f.exists()) {
+                Some(file) => Self::open(file),
+                None => Err(Error::Usage(format!(
+                    "{}: a folder without model.safetensors or model.safetensors.index.json; name the file",
+                    path.display()
+                ))),
+            };
         }
         if path.extension().is_some_and(|e| e == "json") {
             let (files, tensors) = safetensors::read_index(path)?;
@@ -166,6 +172,11 @@ impl Container {
     pub fn name(&self) -> &str {
         self.files.first().map_or("", Bytes::name)
     }
+    /// Whether `path` is one of the files that this was opened from.
+    pub fn reads_from(&self, path: &Path) -> bool {
+        let real = |p: &Path| p.canonicalize().ok();
+        real(path).is_some_and(|path| self.files.iter().any(|f| real(Path::new(f.name())).as_ref() == Some(&path)))
+    }
     /// All tensors, in file order.
     pub fn tensors(&self) -> &[TensorInfo] {
         &self.tensors
@@ -205,7 +216,7 @@ impl Container {
             }
             Encoding::Ggml(kind) => {
                 ggml::check(file, tensor)?;
-                let (block, bytes) = ggml::block(*kind);
+                let (block, bytes) = kind.block();
                 Source { rows: 1, bytes: (k / block * bytes) as u64, decode: Decode::Ggml(*kind) }
             }
             Encoding::Format(format) => {
@@ -330,6 +341,11 @@ pub struct RowReader<'a> {
 }
 
 impl RowReader<'_> {
+    /// The tensor's name.
+    pub fn name(&self) -> &str {
+        &self.tensor.name
+    }
+
     /// M and logical K.
     pub fn shape(&self) -> (usize, usize) {
         (self.m, self.k)

@@ -18,18 +18,36 @@ pub struct OutputFile {
 impl OutputFile {
     /// Begins a file of `len` bytes that will be called `path`.
     ///
+    /// A link is followed, so that what it points to is replaced and not the link.
+    ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`], also when `path` is there and is no regular file: a folder, a device, a pipe.
     pub fn create(path: &Path, len: u64) -> Result<Self> {
+        let io = |source| Error::Io { action: "create", path: path.into(), source };
+        let path = &match std::fs::metadata(path) {
+            Ok(there) if !there.is_file() => {
+                return Err(io(std::io::Error::new(
+                    std::io::ErrorKind::InvalidInput,
+                    "it is there and no regular file",
+                )));
+            }
+            Ok(_) => path.canonicalize().map_err(io)?,
+            Err(_) => path.to_path_buf(),
+        };
         let folder = match path.parent() {
             Some(p) if !p.as_os_str().is_empty() => p,
             _ => Path::new("."),
         };
+        // Libraries that write by path go by the ending.
+        let ending = path.extension().map(|e| format!(".{}", e.to_string_lossy())).unwrap_or_default();
+        let suffix = format!(".partial{ending}");
         let mut builder = tempfile::Builder::new();
-        builder.prefix(".bitlane-").suffix(".partial");
+        builder.prefix(".bitlane-").suffix(&suffix);
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666)); // the umask applies
-        let io = |source| Error::Io { action: "create", path: path.into(), source };
+        // The library's own message would name the temporary file.
+        let io =
+            |source: std::io::Error| Error::Io { action: "create", path: path.clone(), source: source.kind().into() };
         let temp = builder.tempfile_in(folder).map_err(io)?;
         temp.as_file().set_len(len).map_err(io)?;
         Ok(OutputFile { temp, path: path.into() })
@@ -58,6 +76,8 @@ impl OutputFile {
     /// [`Error::Io`]; what was there before is then untouched.
     pub fn commit(self) -> Result<()> {
         let path = self.path;
+        // Some file systems report a full disk only now.
+        self.temp.as_file().sync_all().map_err(|source| Error::Io { action: "write", path: path.clone(), source })?;
         self.temp.persist(&path).map(drop).map_err(|e| Error::Io { action: "write", path, source: e.error })
     }
 }

@@ -5,7 +5,8 @@
 //! (a *strip*: `block_rows` rows of W, all of K) are therefore contiguous in every format, and a strip
 //! is the unit that codecs, row slices and streaming work on.
 //!
-//! Adding a format: one file with its [`Codec`], one row in the table of this file.
+//! Adding a format: one file with its [`Codec`], one row in the table of this file. The compiler then points at the
+//! kernels that must say what they do with it.
 
 pub mod bitstream;
 pub mod mq;
@@ -295,7 +296,11 @@ impl Format {
 
     /// All names, comma separated, for messages.
     pub fn known_names() -> String {
-        Self::ALL.iter().map(|f| f.name()).collect::<Vec<_>>().join(", ")
+        let name = |f: &Format| match f.spec().standing {
+            Standing::WireOnly => format!("{f} ({})", Standing::WireOnly.note()),
+            _ => f.to_string(),
+        };
+        Self::ALL.iter().map(name).collect::<Vec<_>>().join(", ")
     }
 }
 

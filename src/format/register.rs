@@ -42,43 +42,55 @@ impl std::fmt::Display for Refusal {
 /// # Errors
 /// The refusal; print it as `qt {qt} {refusal}`, see [`qt_refusal`].
 pub fn from_qt(qt: u8) -> Result<Format, Refusal> {
-    use Refusal::{Ambiguous, Burned, NeverShipped, NotAWeight, NotSupported, Retired, Unknown};
     if let Some(f) = Format::ALL.iter().find(|f| f.spec().qt == Some(qt)) {
         return Ok(*f);
     }
-    Err(match qt {
-        0 => NotSupported("Q4F16G64"),
-        4 => NotSupported("Q4K"),
-        5 => NotSupported("Q8HFQ"),
-        6 => NotSupported("HFQ4G256"),
-        7 => NotSupported("HFQ4G128"),
-        8 => NotSupported("HFQ6G256"),
-        9 => NotSupported("HFQ2G256"),
-        10 => NotSupported("HFQ2G128"),
-        11 => NotSupported("HFQ3G256"),
-        12 => NotSupported("HFQ3G128"),
-        14 => NotSupported("MQ8G256"),
-        19 => NotSupported("MQ2G256Lloyd"),
-        20 => NotSupported("MQ3G256Lloyd"),
-        21 => NotSupported("HFP4G32"),
-        22 => NotAWeight("index"),
-        23 | 25 | 26 | 27 => Burned,
-        24 => NotSupported("MFP4G32"),
-        28 | 29 => NotSupported("PARO4"),
-        30 => NotSupported("MQ4G256Lloyd"),
-        32..=37 => NotSupported("an MFP variant"),
-        38 => NotSupported("MQ2GL"),
-        39 => NotSupported("MQ3GL"),
-        40 => NotSupported("TQ2G128"),
-        41 => NotSupported("BQ1G128"),
-        43 => Retired,
-        46 => NeverShipped,
-        51 => NotSupported("MQ2LloydU"),
-        52 => Ambiguous,
-        53 => NotSupported("MQ4G128V2"),
-        _ => Unknown,
-    })
+    Err(REFUSED_QT.iter().find(|(n, _)| *n == qt).map_or(Refusal::Unknown, |(_, r)| *r))
 }
+
+use Refusal::{Ambiguous, Burned, NeverShipped, NotAWeight, NotSupported, Retired};
+
+/// Register entries that are no format here. A number that becomes one moves out of this table.
+static REFUSED_QT: &[(u8, Refusal)] = &[
+    (0, NotSupported("Q4F16G64")),
+    (4, NotSupported("Q4K")),
+    (5, NotSupported("Q8HFQ")),
+    (6, NotSupported("HFQ4G256")),
+    (7, NotSupported("HFQ4G128")),
+    (8, NotSupported("HFQ6G256")),
+    (9, NotSupported("HFQ2G256")),
+    (10, NotSupported("HFQ2G128")),
+    (11, NotSupported("HFQ3G256")),
+    (12, NotSupported("HFQ3G128")),
+    (14, NotSupported("MQ8G256")),
+    (19, NotSupported("MQ2G256Lloyd")),
+    (20, NotSupported("MQ3G256Lloyd")),
+    (21, NotSupported("HFP4G32")),
+    (22, NotAWeight("index")),
+    (23, Burned),
+    (24, NotSupported("MFP4G32")),
+    (25, Burned),
+    (26, Burned),
+    (27, Burned),
+    (28, NotSupported("PARO4")),
+    (29, NotSupported("PARO4")),
+    (30, NotSupported("MQ4G256Lloyd")),
+    (32, NotSupported("an MFP variant")),
+    (33, NotSupported("an MFP variant")),
+    (34, NotSupported("an MFP variant")),
+    (35, NotSupported("an MFP variant")),
+    (36, NotSupported("an MFP variant")),
+    (37, NotSupported("an MFP variant")),
+    (38, NotSupported("MQ2GL")),
+    (39, NotSupported("MQ3GL")),
+    (40, NotSupported("TQ2G128")),
+    (41, NotSupported("BQ1G128")),
+    (43, Retired),
+    (46, NeverShipped),
+    (51, NotSupported("MQ2LloydU")),
+    (52, Ambiguous),
+    (53, NotSupported("MQ4G128V2")),
+];
 
 /// "qt 20 MQ3G256Lloyd: not supported", "qt 43: retired id".
 pub fn qt_refusal(qt: u8, refusal: Refusal) -> String {
@@ -112,6 +124,23 @@ pub enum GgmlBlock {
     Q6K,
 }
 
+impl GgmlBlock {
+    /// Weights and bytes of a block.
+    pub const fn block(self) -> (usize, usize) {
+        match self {
+            GgmlBlock::Q4_0 => (32, 18),
+            GgmlBlock::Q4_1 => (32, 20),
+            GgmlBlock::Q5_0 => (32, 22),
+            GgmlBlock::Q5_1 => (32, 24),
+            GgmlBlock::Q2K => (256, 84),
+            GgmlBlock::Q3K => (256, 110),
+            GgmlBlock::Q4K => (256, 144),
+            GgmlBlock::Q5K => (256, 176),
+            GgmlBlock::Q6K => (256, 210),
+        }
+    }
+}
+
 /// What a ggml type id stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GgmlKind {
@@ -142,7 +171,8 @@ const fn own(id: u32, name: &'static str, format: Format, block: usize, bytes: u
     GgmlType { id, name, block, bytes, kind: GgmlKind::Format(format) }
 }
 
-const fn read(id: u32, name: &'static str, kind: GgmlBlock, block: usize, bytes: usize) -> GgmlType {
+const fn read(id: u32, name: &'static str, kind: GgmlBlock) -> GgmlType {
+    let (block, bytes) = kind.block();
     GgmlType { id, name, block, bytes, kind: GgmlKind::Block(kind) }
 }
 
@@ -158,19 +188,19 @@ const fn gone(id: u32, name: &'static str) -> GgmlType {
 static GGML: &[GgmlType] = &[
     own(0, "F32", Format::F32, 1, 4),
     own(1, "F16", Format::F16, 1, 2),
-    read(2, "Q4_0", GgmlBlock::Q4_0, 32, 18),
-    read(3, "Q4_1", GgmlBlock::Q4_1, 32, 20),
+    read(2, "Q4_0", GgmlBlock::Q4_0),
+    read(3, "Q4_1", GgmlBlock::Q4_1),
     gone(4, "Q4_2"),
     gone(5, "Q4_3"),
-    read(6, "Q5_0", GgmlBlock::Q5_0, 32, 22),
-    read(7, "Q5_1", GgmlBlock::Q5_1, 32, 24),
+    read(6, "Q5_0", GgmlBlock::Q5_0),
+    read(7, "Q5_1", GgmlBlock::Q5_1),
     own(8, "Q8_0", Format::Q8_0, 32, 34),
     no(9, "Q8_1", 32, 36),
-    read(10, "Q2_K", GgmlBlock::Q2K, 256, 84),
-    read(11, "Q3_K", GgmlBlock::Q3K, 256, 110),
-    read(12, "Q4_K", GgmlBlock::Q4K, 256, 144),
-    read(13, "Q5_K", GgmlBlock::Q5K, 256, 176),
-    read(14, "Q6_K", GgmlBlock::Q6K, 256, 210),
+    read(10, "Q2_K", GgmlBlock::Q2K),
+    read(11, "Q3_K", GgmlBlock::Q3K),
+    read(12, "Q4_K", GgmlBlock::Q4K),
+    read(13, "Q5_K", GgmlBlock::Q5K),
+    read(14, "Q6_K", GgmlBlock::Q6K),
     no(15, "Q8_K", 256, 292),
     no(16, "IQ2_XXS", 256, 66),
     no(17, "IQ2_XS", 256, 74),
@@ -216,6 +246,10 @@ mod tests {
 
     #[test]
     fn every_qt_is_a_format_or_a_named_refusal() {
+        for (i, (qt, _)) in REFUSED_QT.iter().enumerate() {
+            assert!(REFUSED_QT[..i].iter().all(|(other, _)| other < qt), "numbers ascend");
+            assert!(Format::ALL.iter().all(|f| f.spec().qt != Some(*qt)), "qt {qt} is a format now");
+        }
         for qt in 0..=255u8 {
             match from_qt(qt) {
                 Ok(f) => assert_eq!(f.spec().qt, Some(qt)),

@@ -12,6 +12,7 @@ use plotters::style::register_font;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::codec::{CodecError, GenerationChange, generation_changes};
+use crate::container::OutputFile;
 use crate::error::{Error, Result};
 use crate::format::Standing;
 
@@ -44,18 +45,10 @@ pub fn codec_chart(path: &Path, title: &str, source: &str, rows: &[CodecError]) 
         return Err(Error::Usage("nothing to chart: no format was measured".into()));
     }
     let io = |action| move |source| Error::Io { action, path: path.into(), source };
-    let folder = match path.parent() {
-        Some(p) if !p.as_os_str().is_empty() => p,
-        _ => Path::new("."),
-    };
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".bitlane-").suffix(".png"); // the encoder goes by the ending
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666)); // the umask applies
-    let mut temp = builder.tempfile_in(folder).map_err(io("create"))?;
-    draw(temp.path(), title, source, rows).map_err(std::io::Error::other).map_err(io("draw"))?;
-    check_png(temp.as_file_mut()).map_err(io("write"))?;
-    temp.persist(path).map(drop).map_err(|e| io("write")(e.error))
+    let out = OutputFile::create(path, 0)?;
+    draw(out.temp_path(), title, source, rows).map_err(std::io::Error::other).map_err(io("draw"))?;
+    std::fs::File::open(out.temp_path()).and_then(|mut f| check_png(&mut f)).map_err(io("write"))?;
+    out.commit()
 }
 
 /// Whether a PNG file has its last chunk.
@@ -431,7 +424,7 @@ mod tests {
         let taken = folder.path().join("taken.png");
         std::fs::create_dir(&taken).unwrap();
         std::fs::write(taken.join("inside"), "x").unwrap();
-        assert!(matches!(codec_chart(&taken, "t", "s", &rows), Err(Error::Io { action: "write", .. })));
+        assert!(matches!(codec_chart(&taken, "t", "s", &rows), Err(Error::Io { action: "create", .. })));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
         assert!(taken.join("inside").exists());
     }

@@ -1,14 +1,15 @@
 //! `bitlane inspect FILE`: tensors, shapes, formats by name and number, bits per weight, problems.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use bitlane::container::{Container, Details, Encoding, Scratch, TensorInfo};
-use bitlane::format::{Format, Standing, t2};
+use bitlane::container::{Container, Details, Encoding, Scratch, TensorInfo, hfq};
+use bitlane::format::{Format, Spec, Standing, t2};
+use bitlane::quantize::{self, Recipe};
 use bitlane::{Error, QuantTensor, Result};
 use rayon::prelude::*;
-use serde_json::json;
+use serde_json::{Value as Json, json};
 
 use crate::output;
 
@@ -39,39 +40,131 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
 }
 
-/// One line of the table.
-struct Row {
-    name: String,
-    shape: String,
-    stored: String,
-    kind: String,
-    bytes: u64,
-    bits: f64,
+/// One tensor, and what is wrong with it.
+struct Row<'a> {
+    tensor: &'a TensorInfo,
     problem: Option<String>,
 }
 
-impl Row {
-    fn json(&self) -> serde_json::Value {
-        json!({ "name": self.name, "shape": self.shape, "stored": self.stored, "type": self.kind, "bytes": self.bytes,
-                "bits_per_weight": self.bits, "problem": self.problem })
+impl Row<'_> {
+    fn new<'a>(file: &Container, tensor: &'a TensorInfo, scan: bool) -> Result<Row<'a>> {
+        let problem = match &tensor.encoding {
+            Encoding::Refused(why) => Some(why.clone()),
+            _ if scan => scan_tensor(file, tensor)?,
+            _ => None,
+        };
+        Ok(Row { tensor, problem })
+    }
+
+    fn format(&self) -> Option<&'static Spec> {
+        match &self.tensor.encoding {
+            Encoding::Format(f) => Some(f.spec()),
+            _ => None,
+        }
+    }
+
+    /// The type for people: bitlane's name beside the file's, where they differ.
+    fn kind(&self) -> String {
+        let own = &self.tensor.type_name;
+        match self.format() {
+            Some(f) if !f.name.eq_ignore_ascii_case(own) => format!("{} ({own})", f.name),
+            _ => own.clone(),
+        }
+    }
+
+    fn bits_per_weight(&self) -> Option<f64> {
+        self.tensor.len.map(|bytes| bits_per_weight(bytes, self.tensor.weights()))
+    }
+
+    fn cells(&self) -> Vec<String> {
+        let t = self.tensor;
+        vec![
+            t.name.clone(),
+            output::shape(&t.logical_shape),
+            if t.stored_shape == t.logical_shape { String::new() } else { output::shape(&t.stored_shape) },
+            self.kind(),
+            t.len.map_or("-".into(), |n| n.to_string()),
+            self.bits_per_weight().map_or("-".into(), |b| format!("{b:.3}")),
+            self.problem.clone().unwrap_or_default(),
+        ]
+    }
+
+    fn json(&self, file: &Container) -> Json {
+        let (t, f) = (self.tensor, self.format());
+        // A number that bitlane refuses is in the type's name only.
+        let refused_qt = || {
+            let number = t.type_name.strip_prefix("qt ").filter(|_| matches!(file.details(), Details::Hfq(_)))?;
+            number.parse::<u8>().ok()
+        };
+        json!({
+            "name": t.name, "shape": t.logical_shape, "stored_shape": t.stored_shape, "type": t.type_name,
+            "format": f.map(|f| f.name), "qt": f.map_or_else(refused_qt, |f| f.qt), "wire_name": f.map(|f| f.wire_name),
+            "shard": t.file, "offset": t.offset, "bytes": t.len, "weights": t.weights(),
+            "bits_per_weight": self.bits_per_weight(), "problem": self.problem,
+        })
     }
 }
 
-fn row(file: &Container, t: &TensorInfo, scan: bool) -> Result<Row> {
-    let problem = match &t.encoding {
-        Encoding::Refused(why) => Some(why.clone()),
-        _ if scan => scan_tensor(file, t)?,
-        _ => None,
-    };
-    let kind = match &t.encoding {
-        Encoding::Format(f) if f.spec().name.eq_ignore_ascii_case(&t.type_name) => t.type_name.clone(),
-        Encoding::Format(f) => format!("{f} ({})", t.type_name),
-        _ => t.type_name.clone(),
-    };
-    let bytes = t.len.unwrap_or(0);
-    let stored = if t.stored_shape == t.logical_shape { String::new() } else { output::shape(&t.stored_shape) };
-    let bits = bytes as f64 * 8.0 / t.weights().max(1) as f64;
-    Ok(Row { name: t.name.clone(), shape: output::shape(&t.logical_shape), stored, kind, bytes, bits, problem })
+fn bits_per_weight(bytes: u64, weights: u64) -> f64 {
+    bytes as f64 * 8.0 / weights.max(1) as f64
+}
+
+/// "2 problems:" and a line for each.
+fn list(problems: &[String]) -> String {
+    if problems.is_empty() {
+        return "no problems found\n".into();
+    }
+    let lines: String = problems.iter().map(|p| format!("  {}\n", output::visible(p))).collect();
+    format!("{}:\n{lines}", output::count(problems.len(), "problem", "problems"))
+}
+
+/// The header, for people and as data.
+fn header(file: &Container) -> (String, Json) {
+    match file.details() {
+        Details::Gguf(h) => (
+            format!("GGUF version {}, architecture {}, {} keys", h.version, h.architecture(), h.meta.len()),
+            json!({ "version": h.version, "architecture": h.architecture(), "keys": h.meta.len(), "data_offset": h.data_offset }),
+        ),
+        Details::Safetensors(beside) => {
+            let mut names: Vec<_> = beside.keys().copied().collect();
+            names.sort_unstable();
+            let text = if names.is_empty() { "nothing".into() } else { names.join(", ") };
+            (format!("safetensors, beside it: {text}"), json!({ "sidecars": names }))
+        }
+        Details::Hfq(h) => {
+            let keys: Vec<_> = h.metadata.keys().map(String::as_str).collect();
+            let text = format!("hfq version 1, architecture id {:#x}, metadata: {}", h.architecture, keys.join(", "));
+            let data = json!({
+                "version": hfq::VERSION, "architecture_id": h.architecture, "metadata_keys": keys,
+                "data_offset": h.data_offset, "trailing_bytes": h.trailing,
+            });
+            (text, data)
+        }
+    }
+}
+
+/// What is no problem, but worth knowing.
+fn notes(file: &Container) -> Vec<String> {
+    let wire_only = Format::ALL
+        .iter()
+        .filter(|f| f.spec().standing == Standing::WireOnly)
+        .filter(|f| file.tensors().iter().any(|t| t.encoding == Encoding::Format(**f)));
+    let mut notes: Vec<String> = wire_only.map(|f| format!("{f}: {}", f.spec().standing.note())).collect();
+    match file.details() {
+        Details::Hfq(h) if h.trailing > 0 => {
+            notes.push(format!(
+                "{} after the last blob (legal, ignored)",
+                output::count(h.trailing as usize, "byte", "bytes")
+            ));
+        }
+        Details::Hfq(_) => {}
+        Details::Gguf(_) | Details::Safetensors(_) => {
+            if let Err(why) = quantize::plan(file, &Recipe::new(Format::Mq4V2)) {
+                notes.push(format!("quantize would refuse it: {why}"));
+            }
+        }
+    }
+    notes
 }
 
 /// Decodes a tensor and says how many of its weights are not finite.
@@ -91,95 +184,55 @@ fn scan_tensor(file: &Container, t: &TensorInfo) -> Result<Option<String>> {
 }
 
 fn container(args: &Args, file: &Container) -> Result<ExitCode> {
-    let rows = file.tensors().iter().map(|t| row(file, t, args.scan)).collect::<Result<Vec<_>>>()?;
-    let mut problems: Vec<String> =
-        rows.iter().filter_map(|r| Some(format!("{}: {}", r.name, r.problem.as_ref()?))).collect();
-    let header = match file.details() {
-        Details::Gguf(h) => {
-            format!("GGUF version {}, architecture {}, {} keys", h.version, h.architecture(), h.meta.len())
-        }
-        Details::Safetensors(beside) => {
-            let mut names: Vec<_> = beside.keys().copied().collect();
-            names.sort_unstable();
-            format!("safetensors, beside it: {}", if names.is_empty() { "nothing".into() } else { names.join(", ") })
-        }
-        Details::Hfq(h) => {
-            if h.trailing > 0 {
-                problems.push(format!("{} bytes after the last blob (legal, ignored)", h.trailing));
-            }
-            let keys: Vec<_> = h.metadata.keys().map(String::as_str).collect();
-            format!("hfq version 1, architecture id {:#x}, metadata: {}", h.architecture, keys.join(", "))
-        }
-    };
+    let rows = file.tensors().iter().map(|t| Row::new(file, t, args.scan)).collect::<Result<Vec<_>>>()?;
+    let problems: Vec<String> =
+        rows.iter().filter_map(|r| Some(format!("{}: {}", r.tensor.name, r.problem.as_ref()?))).collect();
+    let notes = notes(file);
+    let (header, header_data) = header(file);
     // Bytes and weights by type, in the order in which types first appear.
-    let mut order = Vec::new();
-    let mut by_type: BTreeMap<&str, (u64, u64, u64)> = BTreeMap::new();
-    for (r, t) in rows.iter().zip(file.tensors()) {
-        let sum = by_type.entry(&r.kind).or_insert_with(|| {
-            order.push(r.kind.as_str());
-            (0, 0, 0)
+    let mut types: Vec<(String, u64, u64, u64)> = Vec::new();
+    let mut index: HashMap<String, usize> = HashMap::new();
+    for r in &rows {
+        let i = *index.entry(r.kind()).or_insert_with_key(|kind| {
+            types.push((kind.clone(), 0, 0, 0));
+            types.len() - 1
         });
-        *sum = (sum.0 + 1, sum.1 + r.bytes, sum.2.saturating_add(t.weights()));
+        let (_, n, b, w) = &mut types[i];
+        *n += 1;
+        *b += r.tensor.len.unwrap_or(0);
+        *w = w.saturating_add(r.tensor.weights());
     }
-    let weights: u64 = by_type.values().map(|s| s.2).fold(0, u64::saturating_add);
-    let bytes: u64 = by_type.values().map(|s| s.1).sum();
-    let notes: Vec<String> = Format::ALL
-        .iter()
-        .filter(|f| f.spec().standing == Standing::WireOnly)
-        .filter(|f| file.tensors().iter().any(|t| t.encoding == Encoding::Format(**f)))
-        .map(|f| format!("{f}: {}", f.spec().standing.note()))
-        .collect();
+    let bytes: u64 = types.iter().map(|t| t.2).sum();
+    let weights: u64 = types.iter().map(|t| t.3).fold(0, u64::saturating_add);
     if args.json {
         output::print_json(&json!({
-            "file": file.name(), "container": file.kind(), "header": header, "file_bytes": file.file_len(),
-            "weights": weights, "tensor_bytes": bytes, "bits_per_weight": bytes as f64 * 8.0 / weights.max(1) as f64,
-            "reserved_codes": 0, "tensors": rows.iter().map(Row::json).collect::<Vec<_>>(), "notes": notes, "problems": problems,
+            "file": file.name(), "container": file.kind(), "header": header_data, "file_bytes": file.file_len(),
+            "weights": weights, "tensor_bytes": bytes, "bits_per_weight": bits_per_weight(bytes, weights),
+            "tensors": rows.iter().map(|r| r.json(file)).collect::<Vec<_>>(), "notes": notes, "problems": problems,
         }))?;
     } else {
-        let mut text = format!("{}: {header}\n\n", file.name());
-        text += &output::table(
-            &["tensor", "shape", "stored as", "type", ">bytes", ">bits/weight", "problem"],
-            rows.iter().map(|r| {
-                let problem = r.problem.clone().unwrap_or_default();
-                vec![
-                    r.name.clone(),
-                    r.shape.clone(),
-                    r.stored.clone(),
-                    r.kind.clone(),
-                    r.bytes.to_string(),
-                    format!("{:.3}", r.bits),
-                    problem,
-                ]
-            }),
-        );
+        let mut text = output::visible(&format!("{}: {header}", file.name())) + "\n\n";
+        let columns = ["tensor", "shape", "stored as", "type", ">bytes", ">bits/weight", "problem"];
+        text += &output::table(&columns, rows.iter().map(Row::cells));
         text.push('\n');
         text += &output::table(
             &["type", ">tensors", ">weights", ">bytes", ">bits/weight"],
-            order.iter().map(|kind| {
-                let (n, b, w) = by_type[kind];
-                vec![
-                    (*kind).into(),
-                    n.to_string(),
-                    w.to_string(),
-                    b.to_string(),
-                    format!("{:.3}", b as f64 * 8.0 / w.max(1) as f64),
-                ]
+            types.iter().map(|(kind, n, b, w)| {
+                let bits = format!("{:.3}", bits_per_weight(*b, *w));
+                vec![kind.clone(), n.to_string(), w.to_string(), b.to_string(), bits]
             }),
         );
         text += &format!(
-            "\n{} tensors, {weights} weights in {} ({:.3} bits per weight); file {}\n",
-            rows.len(),
+            "\n{}, {weights} weights in {} ({:.3} bits per weight); file {}\n",
+            output::count(rows.len(), "tensor", "tensors"),
             output::bytes(bytes),
-            bytes as f64 * 8.0 / weights.max(1) as f64,
+            bits_per_weight(bytes, weights),
             output::bytes(file.file_len())
         );
         for n in &notes {
-            text += &format!("note: {n}\n");
+            text += &format!("note: {}\n", output::visible(n));
         }
-        text += &match problems.len() {
-            0 => "no problems found\n".to_string(),
-            n => format!("{n} problems:\n  {}\n", problems.join("\n  ")),
-        };
+        text += &list(&problems);
         output::print(&text)?;
     }
     Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(3) })
@@ -189,7 +242,8 @@ fn container(args: &Args, file: &Container) -> Result<ExitCode> {
 fn raw_t2(args: &Args, m: usize, k: usize) -> Result<ExitCode> {
     let bytes =
         std::fs::read(&args.file).map_err(|source| Error::Io { action: "read", path: args.file.clone(), source })?;
-    let tensor = QuantTensor::new(&args.file.display().to_string(), Format::T2, m, k, bytes, None)?;
+    let name = args.file.file_name().unwrap_or(args.file.as_os_str()).to_string_lossy();
+    let tensor = QuantTensor::new(&name, Format::T2, m, k, bytes, None)?;
     let reserved = tensor.reserved_codes();
     let bad_scales: u64 = t2::tiles(tensor.bytes()).map(|t| t.non_finite_scales()).sum();
     let mut problems = Vec::new();
@@ -201,21 +255,19 @@ fn raw_t2(args: &Args, m: usize, k: usize) -> Result<ExitCode> {
     }
     if args.json {
         output::print_json(&json!({
-            "file": tensor.name(), "container": "raw t2", "shape": [m, k], "bytes": tensor.bytes().len(),
+            "file": args.file.display().to_string(), "container": "raw t2", "shape": [m, k], "bytes": tensor.bytes().len(),
             "bits_per_weight": Format::T2.bits_per_weight(), "reserved_codes": reserved,
             "non_finite_scales": bad_scales, "problems": problems,
         }))?;
     } else {
-        let mut text = format!(
-            "{}: t2 [{m}, {k}], {} tiles, {:.3} bits per weight, {reserved} reserved codes\n",
-            tensor.name(),
-            tensor.bytes().len() / t2::TILE_BYTES,
-            Format::T2.bits_per_weight()
+        let tiles = output::count(tensor.bytes().len() / t2::TILE_BYTES, "tile", "tiles");
+        let text = format!(
+            "{}: t2 [{m}, {k}], {tiles}, {:.3} bits per weight, {}\n{}",
+            output::visible(&args.file.display().to_string()),
+            Format::T2.bits_per_weight(),
+            output::count(reserved as usize, "reserved code", "reserved codes"),
+            list(&problems)
         );
-        text += &match problems.len() {
-            0 => "no problems found\n".to_string(),
-            n => format!("{n} problems:\n  {}\n", problems.join("\n  ")),
-        };
         output::print(&text)?;
     }
     Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(3) })

@@ -1,7 +1,8 @@
 //! The `bitlane` command: look into model files, quantize them, compare formats.
 //!
-//! Exit codes: 0 done; 1 an error, nothing was written; 2 a command line that makes no sense; 3 `inspect`
-//! found problems; 130 interrupted, nothing was written.
+//! Exit codes: 0 done; 1 an error, no partial output: an output file is either complete (the error was in saying so on
+//! standard output) or as it was before; 2 a command line that makes no sense; 3 `inspect` found problems;
+//! 130 interrupted, nothing was written.
 
 mod compare;
 mod formats;
@@ -11,7 +12,7 @@ mod quantize;
 
 use std::process::ExitCode;
 
-use bitlane::{Error, Result};
+use bitlane::{Error, Result, ScaleRounding};
 use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
@@ -49,10 +50,8 @@ fn main() -> ExitCode {
         Command::Compare(args) => compare::run(&args),
     };
     result.unwrap_or_else(|error| {
-        let text = error.to_string();
-        // Errors about a tensor's weights know the tensor; which file it was, the command knows.
-        let file = input.filter(|i| !text.contains(i)).map(|i| i + ": ").unwrap_or_default();
-        eprintln!("bitlane: {file}{}", output::visible(&text));
+        let file = input.filter(|_| !says_its_file(&error)).map(|i| i + ": ").unwrap_or_default();
+        eprintln!("bitlane: {}", output::visible(&format!("{file}{error}")));
         ExitCode::from(match error {
             Error::Usage(_) | Error::UnknownFormat { .. } => 2,
             Error::Cancelled => 130,
@@ -61,9 +60,51 @@ fn main() -> ExitCode {
     })
 }
 
+/// Whether an error names the file that it is about, or is about none. The others are about a tensor's weights or
+/// shape: which file it is in, the command knows.
+fn says_its_file(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::Io { .. }
+            | Error::Malformed { .. }
+            | Error::UnknownContainer { .. }
+            | Error::UnsupportedTensor { .. }
+            | Error::UnsupportedModel { .. }
+            | Error::NoSuchTensor { .. }
+            | Error::UnknownFormat { .. }
+            | Error::Usage(_)
+            | Error::Cancelled
+    )
+}
+
 /// The value of an option that is a format.
 fn format(name: &str) -> Result<bitlane::Format> {
     name.parse()
+}
+
+/// The value of `--rounding`.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Rounding {
+    NearestEven,
+    TowardZero,
+}
+
+impl Rounding {
+    fn name(self) -> &'static str {
+        match self {
+            Rounding::NearestEven => "nearest-even",
+            Rounding::TowardZero => "toward-zero",
+        }
+    }
+}
+
+impl From<Rounding> for ScaleRounding {
+    fn from(rounding: Rounding) -> Self {
+        match rounding {
+            Rounding::NearestEven => ScaleRounding::NearestEven,
+            Rounding::TowardZero => ScaleRounding::TowardZero,
+        }
+    }
 }
 
 /// Runs `f` on a pool of `threads` threads (0: one per core).

@@ -1,19 +1,19 @@
 //! `bitlane quantize IN OUT --format mq4v2`.
 
 use std::collections::BTreeMap;
-use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use bitlane::quantize::{self, Progress, Recipe};
-use bitlane::{Container, Error, Format, Result, ScaleRounding};
-use indicatif::{ProgressBar, ProgressStyle};
+use bitlane::format::Standing;
+use bitlane::quantize::{self, Progress, Recipe, Step};
+use bitlane::{Container, Error, Format, Result};
+use indicatif::ProgressBar;
 use serde_json::json;
 
-use crate::output;
+use crate::{Rounding, output};
 
 #[derive(clap::Args)]
 #[command(
@@ -25,7 +25,7 @@ pub struct Args {
     pub input: PathBuf,
     /// The .hfq file to write
     output: PathBuf,
-    /// Format of weight matrices and of the head
+    /// Format of weight matrices and of the head; `bitlane formats` lists them
     #[arg(long, default_value = "mq4v2", value_parser = crate::format)]
     format: Format,
     /// Format of tensors whose name (either the file's or the Hugging Face one) matches a pattern with * and ?; may be
@@ -49,16 +49,21 @@ pub struct Args {
     json: bool,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum Rounding {
-    NearestEven,
-    TowardZero,
-}
-
 fn override_(text: &str) -> Result<(String, Format), String> {
     let (pattern, format) =
         text.rsplit_once('=').ok_or("give PATTERN=FORMAT, for example '*.down_proj.weight=mq6v2'")?;
     Ok((pattern.into(), format.parse().map_err(|e: Error| e.to_string())?))
+}
+
+/// The shape in the file: K is padded to whole blocks.
+fn stored_shape(step: &Step) -> Vec<u64> {
+    let mut shape = step.shape.clone();
+    if let Some(k) = shape.last_mut()
+        && let Ok(stored) = step.format.stored_k(*k as usize)
+    {
+        *k = stored as u64;
+    }
+    shape
 }
 
 struct Bar {
@@ -88,22 +93,14 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let recipe = Recipe {
         overrides: args.tensor_format.clone(),
         skip: args.skip.clone(),
-        rounding: match args.rounding {
-            Rounding::NearestEven => ScaleRounding::NearestEven,
-            Rounding::TowardZero => ScaleRounding::TowardZero,
-        },
+        rounding: args.rounding.into(),
         ..base
     };
     let plan = quantize::plan(&source, &recipe)?;
     for w in &plan.warnings {
-        eprintln!("bitlane: warning: {}", output::visible(w));
+        output::warn(w);
     }
-    let bar = if std::io::stderr().is_terminal() { ProgressBar::new(plan.weights()) } else { ProgressBar::hidden() };
-    if let Ok(style) =
-        ProgressStyle::with_template("{bar:40} {percent:>3}% {human_pos}/{human_len} weights, {eta} left")
-    {
-        bar.set_style(style);
-    }
+    let bar = output::progress(plan.weights(), "{human_pos}/{human_len} weights, {eta} left");
     let progress = Bar { bar, cancelled };
     let result = crate::on_threads(args.threads, || quantize::run(&plan, &args.output, &progress));
     progress.bar.finish_and_clear();
@@ -125,7 +122,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let tensors: Vec<_> = plan
             .steps
             .iter()
-            .map(|s| json!({ "name": s.name, "from": source.tensors()[s.source].name, "format": s.format.name(), "shape": s.shape, "bytes": s.bytes }))
+            .map(|s| {
+                json!({
+                    "name": s.name, "from": source.tensors()[s.source].name, "format": s.format.name(),
+                    "qt": s.format.spec().qt, "shape": s.shape, "stored_shape": stored_shape(s), "bytes": s.bytes,
+                })
+            })
             .collect();
         output::print_json(&json!({
             "input": args.input, "output": args.output, "weights": plan.weights(), "file_bytes": plan.file_len(),
@@ -134,12 +136,15 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }))?;
     } else {
         let rows = by_format.iter().map(|(f, (n, w, b))| {
-            vec![f.to_string(), n.to_string(), w.to_string(), b.to_string(), format!("{:.3}", bits(*b, *w))]
+            let standing = f.spec().standing;
+            let note = if standing == Standing::Product { "" } else { standing.note() };
+            let bits = format!("{:.3}", bits(*b, *w));
+            vec![f.to_string(), n.to_string(), w.to_string(), b.to_string(), bits, note.into()]
         });
-        let mut text = output::table(&["format", ">tensors", ">weights", ">bytes", ">bits/weight"], rows);
+        let mut text = output::table(&["format", ">tensors", ">weights", ">bytes", ">bits/weight", ""], rows);
         text += &format!(
             "\n{}: {} weights in {} ({:.3} bits per weight), {seconds:.2} s, {:.0} million weights/s\n",
-            args.output.display(),
+            output::visible(&args.output.display().to_string()),
             plan.weights(),
             output::bytes(plan.file_len()),
             bits(total, plan.weights()),
