@@ -632,11 +632,10 @@ fn bottomless_json() {
     {
         refused_at("endless.hfq", Hfq::new(0, endless).bytes(), 32, &["does not end before byte"]);
     }
-    // Deep but closed: fine as long as nobody looks inside, an error where somebody does.
+    // Deep but closed: fine where nobody looks inside (it is carried along as text), an error where somebody does.
     let bytes = |json: &str| Hfq::new(0, json).tensor("w", 2, &[1], 0, vec![0; 4]).bytes();
     let file = open("deep.hfq", bytes(&format!(r#"{{"x":{closed}}}"#))).unwrap();
-    let e = quantize::plan(&file, &Recipe::new(Format::F16)).unwrap_err().to_string();
-    assert!(e.contains("deep.hfq") && e.contains("recursion limit"), "{e}");
+    assert!(quantize::plan(&file, &Recipe::new(Format::F16)).is_ok());
     refused("deep.hfq", bytes(&format!(r#"{{"bitlane":{{"x":{closed},"logical_k":{closed}}}}}"#)), &["bitlane"]);
     refused("deep.hfq", bytes(&format!(r#"{{"bitlane":{closed}}}"#)), &["bitlane"]);
 }
