@@ -15,7 +15,7 @@ use crate::container::arch::{self, Arch, Mapped, RowOrder};
 use crate::container::{Container, Details, Encoding, OutputFile, RowReader, Scratch, TensorInfo, hfq};
 use crate::error::{Error, Result};
 use crate::format::{Format, ScaleRounding, Standing};
-use crate::tensor::{EncodeOptions, StripEncoder};
+use crate::tensor::{EncodeOptions, StripEncoder, geometry};
 
 /// What a tensor is for, told by its name and shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -104,6 +104,8 @@ pub struct Step {
     pub format: Format,
     /// Logical shape.
     pub shape: Vec<u64>,
+    /// K as it is written: padded to whole blocks.
+    pub stored_k: usize,
     /// Bytes of the blob.
     pub bytes: u64,
     rows: RowOrder,
@@ -198,12 +200,13 @@ pub fn plan<'a>(source: &'a Container, recipe: &Recipe) -> Result<Plan<'a>> {
         let format = overridden.unwrap_or_else(|| recipe.by_role(&mapped.name, &tensor.logical_shape));
         hfq::qt(&mapped.name, format)?;
         let (m, k) = tensor.matrix();
-        let (_, bytes) = crate::tensor::geometry(&mapped.name, format, m, k)?;
+        let (stored_k, bytes) = geometry(&mapped.name, format, m, k)?;
         steps.push(Step {
             source: i,
             name: mapped.name,
             format,
             shape: tensor.logical_shape.clone(),
+            stored_k,
             bytes: bytes as u64,
             rows: mapped.rows,
             add: mapped.add,
@@ -329,8 +332,7 @@ impl<'a> Worker<'a> {
         let (m, k) = reader.shape();
         let options = EncodeOptions { rounding: plan.rounding, awq: None };
         let encoder = StripEncoder::new(&step.name, step.format, k, &options)?;
-        let (stored_k, _) = crate::tensor::geometry(&step.name, step.format, m, k)?;
-        let strip_len = step.format.strip_len(stored_k);
+        let strip_len = step.format.strip_len(step.stored_k);
         Ok(Worker {
             reader,
             encoder,

@@ -372,8 +372,11 @@ impl<B> Activation<B> {
     }
 }
 
-/// Stored K and blob length of a shape, or the error that names what does not fit.
-pub(crate) fn geometry(name: &str, format: Format, rows: usize, logical_k: usize) -> Result<(usize, usize)> {
+/// Stored K and blob length in bytes of a `rows` x `logical_k` matrix.
+///
+/// # Errors
+/// [`Error::Shape`], which names what does not fit.
+pub fn geometry(name: &str, format: Format, rows: usize, logical_k: usize) -> Result<(usize, usize)> {
     let stored_k = format.stored_k(logical_k);
     let fits = stored_k.and_then(|k| format.blob_len(rows, k).map(|len| (k, len)));
     fits.map_err(|why| Error::Shape { tensor: name.into(), format, rows, cols: logical_k, why })

@@ -229,7 +229,14 @@ impl Arch {
         let mut c = Map::new();
         c.insert("architectures".into(), json!([self.class]));
         c.insert("model_type".into(), self.model_type.into());
-        for (hf, gguf) in [
+        let copy = |into: &mut Map<String, Json>, keys: &[(&str, &str)]| {
+            for (hf, gguf) in keys {
+                if let Some(v) = header.arch(gguf) {
+                    into.insert((*hf).into(), v.to_json());
+                }
+            }
+        };
+        let keys = [
             ("hidden_size", "embedding_length"),
             ("intermediate_size", "feed_forward_length"),
             ("num_hidden_layers", "block_count"),
@@ -239,11 +246,8 @@ impl Arch {
             ("rope_theta", "rope.freq_base"),
             ("max_position_embeddings", "context_length"),
             ("sliding_window", "attention.sliding_window"),
-        ] {
-            if let Some(v) = header.arch(gguf) {
-                c.insert(hf.into(), v.to_json());
-            }
-        }
+        ];
+        copy(&mut c, &keys);
         if let Some(d) = self.head_dim(header) {
             c.insert("head_dim".into(), d.into());
         }
@@ -261,17 +265,14 @@ impl Arch {
         if let Some(scaling) = header.arch("rope.scaling.type").and_then(Value::as_str).filter(|t| *t != "none") {
             let mut r = Map::new();
             r.insert("rope_type".into(), scaling.into());
-            for (hf, gguf) in [
+            let keys = [
                 ("factor", "rope.scaling.factor"),
                 ("original_max_position_embeddings", "rope.scaling.original_context_length"),
                 ("attention_factor", "rope.scaling.attn_factor"),
                 ("beta_fast", "rope.scaling.yarn_beta_fast"),
                 ("beta_slow", "rope.scaling.yarn_beta_slow"),
-            ] {
-                if let Some(v) = header.arch(gguf) {
-                    r.insert(hf.into(), v.to_json());
-                }
-            }
+            ];
+            copy(&mut r, &keys);
             c.insert("rope_scaling".into(), r.into());
         }
         if self.norms_plus_one {

@@ -72,6 +72,14 @@ pub enum ScaleRounding {
 }
 
 impl ScaleRounding {
+    /// Name on command lines and in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            ScaleRounding::NearestEven => "nearest-even",
+            ScaleRounding::TowardZero => "toward-zero",
+        }
+    }
+
     /// Rounds `x` to a half.
     #[inline(always)]
     pub fn to_half(self, x: f32) -> half::f16 {

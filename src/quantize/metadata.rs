@@ -79,11 +79,7 @@ pub(super) fn of(source: &Container, arch: Option<(&Arch, &gguf::Header)>, round
     ours.insert("version".into(), env!("CARGO_PKG_VERSION").into());
     ours.insert("source_file".into(), json!(Path::new(source.name()).file_name().map(|n| n.to_string_lossy())));
     ours.insert("source_bytes".into(), source.file_len().into());
-    let rounding = match rounding {
-        ScaleRounding::NearestEven => "nearest-even",
-        ScaleRounding::TowardZero => "toward-zero",
-    };
-    ours.insert("scale_rounding".into(), rounding.into());
+    ours.insert("scale_rounding".into(), rounding.name().into());
     if architecture == hfq::NO_ARCHITECTURE {
         let note = format!("the .hfq register has no id for {model_type}: readers must refuse, not guess");
         ours.insert("architecture_id".into(), note.into());

@@ -9,11 +9,12 @@ use bitlane::format::rotation;
 use bitlane::quantize::Role;
 use bitlane::report::codec::{CodecError, GENERATIONS, GenerationChange, Summary, generation_changes, tensor_error};
 use bitlane::report::plot::codec_chart;
+use bitlane::tensor::geometry;
 use bitlane::{Container, EncodeOptions, Error, Format, Result};
 use serde_json::json;
 use wildmatch::WildMatch;
 
-use crate::{Rounding, output};
+use crate::{Common, Rounding, output};
 
 /// Why a change over all matrices is not what it is where K is a multiple of 256.
 const PADDING: &str = "Padding K to a multiple of 256 makes the two halves of a rotated group equal up to signs (where \
@@ -46,12 +47,8 @@ pub struct Args {
     /// How scales and zeros become fp16; `toward-zero` is what the family's own encoder does
     #[arg(long, value_enum, default_value_t = Rounding::NearestEven)]
     rounding: Rounding,
-    /// Threads, at most 1024 (0: one per core)
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=1024))]
-    threads: u16,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    common: Common,
 }
 
 /// The matrices to measure, and why others are not.
@@ -110,8 +107,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     for t in &matrices {
         let (m, k) = t.matrix();
         for f in &formats {
-            let fits = f.stored_k(k).and_then(|stored| f.blob_len(m, stored));
-            fits.map_err(|why| Error::Shape { tensor: t.name.clone(), format: *f, rows: m, cols: k, why })?;
+            geometry(&t.name, *f, m, k)?;
         }
     }
     let options = EncodeOptions { rounding: args.rounding.into(), awq: None };
@@ -121,7 +117,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let (mut summary, mut unpadded) = (Summary::new(), Summary::new());
     let is_unpadded = |k: usize| k.is_multiple_of(rotation::BLOCK);
     let mut tensors: Vec<(&str, Vec<CodecError>)> = Vec::new();
-    crate::on_threads(args.threads, || {
+    crate::on_threads(args.common.threads, || {
         for t in &matrices {
             bar.set_message(output::visible(&t.name));
             let weights = source.rows(t)?.read_all()?;
@@ -151,13 +147,13 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             args.input.file_name().map_or_else(|| args.input.display().to_string(), |n| n.to_string_lossy().into());
         codec_chart(path, &format!("Codec error on {name}"), &name, &rows)?;
     }
-    if args.json {
+    if args.common.json {
         let per_tensor: Vec<_> = tensors
             .iter()
             .map(|(name, rows)| json!({ "name": name, "formats": rows, "changes": generation_changes(rows) }))
             .collect();
         output::print_json(&json!({
-            "file": source.name(), "rounding": args.rounding.name(), "matrices": matrices.len(),
+            "file": source.name(), "rounding": options.rounding.name(), "matrices": matrices.len(),
             "matrices_unpadded": count_unpadded, "formats": rows, "changes": changes,
             "changes_unpadded": changes_unpadded, "tensors": per_tensor, "left_out": left_out,
         }))?;

@@ -77,6 +77,17 @@ fn says_its_file(error: &Error) -> bool {
     )
 }
 
+/// Options of the subcommands that compute.
+#[derive(clap::Args)]
+struct Common {
+    /// Threads, at most 1024 (0: one per core)
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=1024))]
+    threads: u16,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
 /// The value of an option that is a format.
 fn format(name: &str) -> Result<bitlane::Format> {
     name.parse()
@@ -87,15 +98,6 @@ fn format(name: &str) -> Result<bitlane::Format> {
 enum Rounding {
     NearestEven,
     TowardZero,
-}
-
-impl Rounding {
-    fn name(self) -> &'static str {
-        match self {
-            Rounding::NearestEven => "nearest-even",
-            Rounding::TowardZero => "toward-zero",
-        }
-    }
 }
 
 impl From<Rounding> for ScaleRounding {

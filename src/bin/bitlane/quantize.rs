@@ -13,7 +13,7 @@ use bitlane::{Container, Error, Format, Result};
 use indicatif::ProgressBar;
 use serde_json::json;
 
-use crate::{Rounding, output};
+use crate::{Common, Rounding, output};
 
 #[derive(clap::Args)]
 #[command(
@@ -41,12 +41,8 @@ pub struct Args {
     /// How scales and zeros become fp16; `toward-zero` reproduces files of the family's own encoder
     #[arg(long, value_enum, default_value_t = Rounding::NearestEven)]
     rounding: Rounding,
-    /// Threads, at most 1024 (0: one per core)
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=1024))]
-    threads: u16,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    common: Common,
 }
 
 fn override_(text: &str) -> Result<(String, Format), String> {
@@ -58,10 +54,8 @@ fn override_(text: &str) -> Result<(String, Format), String> {
 /// The shape in the file: K is padded to whole blocks.
 fn stored_shape(step: &Step) -> Vec<u64> {
     let mut shape = step.shape.clone();
-    if let Some(k) = shape.last_mut()
-        && let Ok(stored) = step.format.stored_k(*k as usize)
-    {
-        *k = stored as u64;
+    if let Some(k) = shape.last_mut() {
+        *k = step.stored_k as u64;
     }
     shape
 }
@@ -102,7 +96,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     let bar = output::progress(plan.weights(), "{human_pos}/{human_len} weights, {eta} left");
     let progress = Bar { bar, cancelled };
-    let result = crate::on_threads(args.threads, || quantize::run(&plan, &args.output, &progress));
+    let result = crate::on_threads(args.common.threads, || quantize::run(&plan, &args.output, &progress));
     progress.bar.finish_and_clear();
     result?;
     let seconds = start.elapsed().as_secs_f64();
@@ -114,7 +108,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     let bits = |bytes: u64, weights: u64| bytes as f64 * 8.0 / weights.max(1) as f64;
     let total: u64 = plan.steps.iter().map(|s| s.bytes).sum();
-    if args.json {
+    if args.common.json {
         let formats: Vec<_> = by_format
             .iter()
             .map(|(f, (n, w, b))| json!({ "format": f.name(), "tensors": n, "weights": w, "bytes": b, "bits_per_weight": bits(*b, *w) }))
